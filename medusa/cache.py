@@ -1,0 +1,171 @@
+"""The slot cache: keys and values of a batch of rows with different lengths, under trees that come and go.
+
+One of the two files that know transformers' caches. Every layer, sliding-window layers too, keeps its full length
+in one storage: slot s of row b is position s of that row's text. A tree step writes its N nodes behind the row's
+length; *commit* moves the accepted path down and advances the length; *rollback* is doing nothing, since what lies
+beyond a length is masked and overwritten.
+
+Dimensions: B rows, N new tokens, A accepted nodes, S slots; layers' own: heads and head size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+BLOCK = 256  # slots the storage grows by: a few copies over a long answer, little unused memory on a short one
+
+
+@dataclass(frozen=True)
+class PlaneShape:
+    """One key or value plane of a layer: heads, head size, and where it lives."""
+
+    heads: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The two planes of a layer."""
+
+    keys: PlaneShape
+    values: PlaneShape
+
+
+class _LayerView(CacheLayerMixin):
+    """What transformers' mask code asks of a layer; the tensors live in the cache's storages."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError("slot cache layers are allocated by the cache")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise AssertionError("slot cache layers are written through SlotCache.update")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.longest + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.longest
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """Keys and values of ``rows`` rows.
+
+    ``lengths`` are the committed lengths, known to the host. Planes of equal shape share one storage
+    ``[planes, B, heads, S, size]``, so that a commit is one gather and one scatter, whatever the number of layers.
+    """
+
+    def __init__(self, layers: Sequence[LayerShape], rows: int) -> None:
+        super().__init__(layers=[_LayerView(self) for _ in layers])
+        self.lengths: list[int] = [0] * rows
+        self._places: list[tuple[tuple[PlaneShape, int], tuple[PlaneShape, int]]] = []
+        count: dict[PlaneShape, int] = defaultdict(int)
+        for layer in layers:
+            pair = []
+            for plane in (layer.keys, layer.values):
+                pair.append((plane, count[plane]))
+                count[plane] += 1
+            self._places.append((pair[0], pair[1]))
+        self._storage = {
+            plane: torch.zeros(n, rows, plane.heads, 0, plane.size, dtype=plane.dtype, device=plane.device)
+            for plane, n in count.items()
+        }
+        self._slots: dict[torch.device, Tensor] = {}
+
+    @property
+    def longest(self) -> int:
+        """Committed length of the longest row."""
+        return max(self.lengths)
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated per row."""
+        return next(iter(self._storage.values())).shape[3]
+
+    def reserve(self, tokens: int) -> int:
+        """Make room for ``tokens`` more slots behind every row; return the number of slots in view, T.
+
+        To be called before each forward. The storage grows by whole blocks.
+        """
+        total = self.longest + tokens
+        if total > self.capacity:
+            grown = -(-total // BLOCK) * BLOCK
+            for plane, old in self._storage.items():
+                # zeros, not empty: a masked slot still meets a weight of 0, and 0 x NaN would be NaN
+                new = old.new_zeros(*old.shape[:3], grown, plane.size)
+                new[:, :, :, : old.shape[3]] = old
+                self._storage[plane] = new
+        self._slots = {}
+        if len(set(self.lengths)) > 1:
+            slots = torch.tensor(self.lengths)[:, None] + torch.arange(tokens)
+            self._slots = {plane.device: slots.to(plane.device)[:, None, :, None] for plane in self._storage}
+        return total
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new states ``[B, heads, N, size]`` behind each row; return all slots in view."""
+        keys, values = self._places[layer_idx]
+        return self._write(*keys, key_states), self._write(*values, value_states)
+
+    def _write(self, plane: PlaneShape, index: int, states: Tensor) -> Tensor:
+        stored = self._storage[plane][index]
+        tokens = states.shape[2]
+        if self._slots:
+            stored.scatter_(2, self._slots[states.device].expand_as(states), states)
+        else:
+            stored[:, :, self.lengths[0] : self.lengths[0] + tokens] = states
+        return stored[:, :, : self.longest + tokens]
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Declare the rows' lengths after a right-padded prefill: what lies beyond them counts as unwritten."""
+        self.lengths = list(lengths)
+
+    def commit(self, path_BA: Tensor, accepted: Sequence[int]) -> None:
+        """Keep the accepted nodes: move slot ``length + path[i]`` to slot ``length + i`` and advance each length.
+
+        ``path_BA`` int64, -1 beyond a row's ``accepted`` count (0 leaves a row as it is). Path ids ascend, so what
+        is read is never below what is written.
+        """
+        width = max(accepted)
+        if width > 1 and path_BA.shape[0]:
+            start_B1 = torch.tensor(self.lengths, device=path_BA.device)[:, None]
+            path_BA = path_BA[:, :width]
+            target_BA = start_B1 + torch.arange(width, device=path_BA.device)
+            source_BA = torch.where(path_BA >= 0, start_B1 + path_BA, target_BA)
+            for plane, stored in self._storage.items():
+                shape = (stored.shape[0], stored.shape[1], plane.heads, width, plane.size)
+                source = source_BA.to(plane.device)[None, :, None, :, None].expand(shape)
+                target = target_BA.to(plane.device)[None, :, None, :, None].expand(shape)
+                stored.scatter_(3, target, stored.gather(3, source))
+        self.lengths = [length + count for length, count in zip(self.lengths, accepted, strict=True)]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only ``rows``, in that order: finished rows leave, the others close up."""
+        for plane, stored in self._storage.items():
+            self._storage[plane] = stored[:, torch.tensor(list(rows), device=plane.device)]
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def read(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor]:
+        """A row's committed keys and values of one layer: ``[heads, length, size]`` each."""
+        (key_plane, key), (value_plane, value) = self._places[layer_idx]
+        length = self.lengths[row]
+        return self._storage[key_plane][key, row, :, :length], self._storage[value_plane][value, row, :, :length]

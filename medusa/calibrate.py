@@ -1,0 +1,248 @@
+"""From held-out text to a tree: what the heads guess right, what a node costs here, which tree is fastest.
+
+Held-out means the trunk's own greedy continuations of held-out prompts: that is what decoding verifies.
+
+Dimensions: T positions, D hidden, K heads, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa.decoding import Decoder, Request, generate_ids
+from medusa.drafters.medusa import MedusaDrafter
+from medusa.drafters.none import NullDrafter
+from medusa.errors import UserError
+from medusa.heads import MedusaHeads
+from medusa.machine import describe, seconds
+from medusa.tree import Topology
+from medusa.trunk import Trunk
+
+Progress = Callable[[int, int], None]  # done, total
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+GOOD_ENOUGH = 0.98  # a smaller tree this close to the fastest is taken: timings are no better than that
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """Prompts with the trunk's greedy continuation: ids, where the continuation starts, and the states [T, D]."""
+
+    ids: list[list[int]]
+    starts: list[int]
+    hidden: list[Tensor]
+
+    def halves(self) -> tuple[Continuations, Continuations]:
+        """Every other row: one half to grow a tree on, the other to judge it."""
+        first, second = slice(0, None, 2), slice(1, None, 2)
+        return (
+            Continuations(self.ids[first], self.starts[first], self.hidden[first]),
+            Continuations(self.ids[second], self.starts[second], self.hidden[second]),
+        )
+
+
+def continuations(
+    trunk: Trunk, prompts: Sequence[Sequence[int]], tokens: int, batch: int = 16, progress: Progress | None = None
+) -> Continuations:
+    """Continue ``prompts`` greedily by ``tokens`` tokens, in batches, and keep the trunk's states of the whole text."""
+    held = Continuations([], [], [])
+    eos = trunk.eos_ids
+    for start in range(0, len(prompts), batch):
+        some = prompts[start : start + batch]
+        new = generate_ids(trunk, NullDrafter(), [Request(prompt, tokens, eos) for prompt in some])
+        texts = [[*prompt, *ids] for prompt, ids in zip(some, new, strict=True)]
+        padded = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
+        for row, text in enumerate(texts):
+            padded[row, : len(text)] = torch.tensor(text)
+        hidden = trunk.forward(padded.to(trunk.device), keep=1).hidden  # causal: pads on the right change nothing
+        held.ids.extend(texts)
+        held.starts.extend(map(len, some))
+        held.hidden.extend(hidden[row, : len(text)] for row, text in enumerate(texts))
+        if progress:
+            progress(min(start + batch, len(prompts)), len(prompts))
+    return held
+
+
+@torch.no_grad()
+def head_ranks(heads: MedusaHeads, held: Continuations) -> list[Tensor]:
+    """Per row int64 [T, K]: where the true token stands in each head's list, 0 for the most likely.
+
+    Row t drafts from the t-th state that decoding could stand at: the last of the prompt, then those of the
+    continuation. -1 where the text has ended.
+    """
+    ranks = []
+    for ids, start, hidden_TD in zip(held.ids, held.starts, held.hidden, strict=True):
+        first, last = start - 1, len(ids) - 1  # the state at t needs the root t+1
+        row = torch.full((last - first, heads.config.num), -1)
+        text = torch.tensor(ids, device=hidden_TD.device)
+        embedded_TE = heads.trunk.embed(text)
+        for head in range(heads.config.num):
+            states = torch.arange(first, len(ids) - 2 - head, device=text.device)
+            if not len(states):
+                continue
+            reads = torch.arange(1, heads.config.reads(head) + 1, device=text.device)
+            context = heads.context(head, embedded_TE[states[:, None] + reads]) if len(reads) else None
+            features = heads.features(head, hidden_TD[states], context)
+            logits = heads.draftable(heads.logits(head, features))
+            true = logits.gather(1, text[states + 2 + head][:, None])
+            row[: len(states), head] = (logits > true).sum(1).cpu()
+        ranks.append(row)
+    return ranks
+
+
+def accuracy(ranks: Sequence[Tensor], best: int) -> list[float]:
+    """Share of positions at which the true token is among a head's ``best`` candidates; each head has its own count."""
+    joined = torch.cat(list(ranks))
+    known = (joined >= 0).sum(0)
+    hits = ((joined >= 0) & (joined < best)).sum(0)
+    return (hits / known.clamp(min=1)).tolist()
+
+
+def growth(ranks: Sequence[Tensor], size: int) -> list[tuple[int, ...]]:
+    """The order in which a tree of ``size`` nodes grows: each node adds the most expected tokens per step.
+
+    A node's gain is the share of positions at which the true continuation begins with the node's path of ranks,
+    counted jointly, so that no independence of heads is assumed. A child's gain never exceeds its parent's: taking
+    the largest gains first keeps the tree closed, and every beginning of the list is the best tree of its size.
+    """
+    counts: Counter[tuple[int, ...]] = Counter()
+    for row in ranks:
+        for line in row.tolist():
+            known = line.index(-1) if -1 in line else len(line)
+            counts.update(tuple(line[:depth]) for depth in range(1, known + 1))
+    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+    return order[: size - 1]
+
+
+def grow(ranks: Sequence[Tensor], size: int) -> Topology:
+    """The tree of at most ``size`` nodes with the most expected tokens per step."""
+    paths = growth(ranks, size)
+    return Topology.from_paths(paths) if paths else Topology.root()
+
+
+def tokens_per_step(topology: Topology, ranks: Sequence[Tensor]) -> float:
+    """Walk the continuations as decoding would: tokens emitted / verifier forwards, prefill not counted."""
+    paths = set(topology.paths)
+    tokens = steps = 0
+    for row in ranks:
+        lines = [tuple(line) for line in row.tolist()]
+        at = 0
+        while at < len(lines):
+            accepted = 0
+            while lines[at][: accepted + 1] in paths and accepted < topology.depth:
+                accepted += 1
+            steps += 1
+            at += accepted + 1
+        tokens += len(lines)
+    return tokens / steps if steps else 1.0
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """One tree size: what it brings and what it costs on this machine."""
+
+    nodes: int
+    depth: int
+    tokens_per_step: float
+    step_ms: float
+    forward_ms: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The tree chosen, and why."""
+
+    topology: Topology
+    rows: list[SizeRow]
+    accuracy: dict[str, list[float]]
+    machine: dict[str, str | int] = field(default_factory=describe)
+
+    @property
+    def chosen(self) -> SizeRow:
+        """The row of the tree chosen."""
+        return next(row for row in self.rows if row.nodes == self.topology.size)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``calibration.json``."""
+        return {
+            "chosen": asdict(self.chosen),
+            "rows": [asdict(row) for row in self.rows],
+            "accuracy": self.accuracy,
+            "machine": self.machine,
+        }
+
+
+def step_costs(
+    trunk: Trunk,
+    heads: MedusaHeads,
+    topologies: Sequence[Topology],
+    prompts: Sequence[Sequence[int]],
+    rounds: int = 40,
+    progress: Progress | None = None,
+) -> list[tuple[float, float]]:
+    """Median milliseconds of a whole step and of the trunk's forward alone, for each tree, measured in turns.
+
+    ``prompts`` are the rows of the batch that the cost is wanted for: usually one.
+    """
+    steps: list[list[float]] = [[] for _ in topologies]
+    forwards: list[list[float]] = [[] for _ in topologies]
+    decoders = [_fresh(trunk, heads, topology, prompts) for topology in topologies]
+    for turn in range(rounds):
+        for index, topology in enumerate(topologies):
+            if len(decoders[index].live) < len(prompts):
+                decoders[index] = _fresh(trunk, heads, topology, prompts)
+            decoder = decoders[index]
+            with torch.inference_mode():
+                tree = decoder.session.propose(decoder.root_B, topology.depth)
+                forwards[index].append(seconds(lambda d=decoder, t=tree: d.trunk.tree_forward(t, d.cache)))  # type: ignore[misc]
+            steps[index].append(seconds(decoder.step))
+        if progress:
+            progress(turn + 1, rounds)
+    return [(1e3 * median(step), 1e3 * median(forward)) for step, forward in zip(steps, forwards, strict=True)]
+
+
+def _fresh(trunk: Trunk, heads: MedusaHeads, topology: Topology, prompts: Sequence[Sequence[int]]) -> Decoder:
+    room = (trunk.context or 1 << 20) - max(map(len, prompts))
+    decoder = Decoder(trunk, MedusaDrafter(heads, topology), [Request(prompt, min(room, 256)) for prompt in prompts])
+    decoder.prefill()
+    return decoder
+
+
+def calibrate(
+    trunk: Trunk,
+    heads: MedusaHeads,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tokens: int = 128,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = 40,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Grow trees on held-out continuations, measure each size's cost here, and choose the most tokens per second.
+
+    The tree of one node is plain decoding: if that wins, speculation does not pay on this machine.
+    """
+    if len(prompts) < 2:
+        raise UserError(
+            f"{len(prompts)} held-out prompts: calibration needs 2 or more, to grow and to judge"
+        )
+    grown_on, judged_on = continuations(trunk, prompts, tokens).halves()
+    ranks, fresh = head_ranks(heads, grown_on), head_ranks(heads, judged_on)
+    trees = {tree.size: tree for tree in (grow(ranks, size) for size in sizes)}  # scarce data may give fewer nodes
+    topologies = list(trees.values())
+    costs = step_costs(trunk, heads, topologies, prompts[:1], rounds, progress)
+    rows = []
+    for topology, (step_ms, forward_ms) in zip(topologies, costs, strict=True):
+        gain = tokens_per_step(topology, fresh)
+        rows.append(SizeRow(topology.size, topology.depth, gain, step_ms, forward_ms, 1e3 * gain / step_ms))
+    fastest = max(row.tokens_per_second for row in rows)
+    chosen = next(row for row in rows if row.tokens_per_second >= GOOD_ENOUGH * fastest)
+    found = {"top1": accuracy(fresh, 1), "top5": accuracy(fresh, 5)}
+    return Calibration(trees[chosen.nodes], rows, found)

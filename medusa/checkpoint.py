@@ -1,0 +1,148 @@
+"""The checkpoint folder: heads, tree and the trunk they belong to.
+
+``medusa.json`` (format, head sizes, trunk and its fingerprint), ``heads.safetensors``, ``tree.json``, and ``trunk/``
+where the trunk was made here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from medusa.errors import UserError
+from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.tree import Topology
+from medusa.trunk import Trunk
+
+FORMAT = 1
+MANIFEST, WEIGHTS, TREE = "medusa.json", "heads.safetensors", "tree.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``medusa.json`` says. ``trunk`` is a hub id, or a folder relative to the checkpoint's own."""
+
+    heads: HeadsConfig
+    trunk: str
+    fingerprint: str
+    revision: str | None = None
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a file beside ``path``, then put it in place: never half a file is seen."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        write(Path(temporary))
+        os.chmod(temporary, 0o644)  # mkstemp made it private
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content`` as indented JSON, atomically."""
+    text = json.dumps(content, indent=2) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; UserError if it is missing or broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist: give a folder made by `medusa train`") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read as JSON ({error}): make the folder anew with `medusa train`") from error
+
+
+def save_heads(folder: Path, heads: MedusaHeads, trunk: str, revision: str | None = None) -> None:
+    """Write the heads' weights, then the manifest that makes the folder a checkpoint.
+
+    ``trunk`` is a hub id or a folder; a folder is stored relative to the checkpoint, so that both move together.
+    """
+    weights = {name: value.detach().contiguous().cpu() for name, value in heads.state_dict().items()}
+    write_atomically(folder / WEIGHTS, lambda temporary: save_file(weights, temporary, {"format": "pt"}))
+    if Path(trunk).is_dir():
+        trunk = os.path.relpath(Path(trunk).resolve(), folder.resolve())
+    manifest = Manifest(heads.config, trunk, heads.trunk.fingerprint(), revision)
+    write_json(folder / MANIFEST, {"format": FORMAT, **asdict(manifest)})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read ``medusa.json``; UserError if the folder is no checkpoint or of another format."""
+    content = read_json(folder / MANIFEST)
+    if content.get("format") != FORMAT:
+        raise UserError(f"{folder / MANIFEST} has format {content.get('format')}: this version reads format {FORMAT}")
+    return Manifest(HeadsConfig(**content["heads"]), content["trunk"], content["fingerprint"], content.get("revision"))
+
+
+def trunk_source(folder: Path, manifest: Manifest) -> str:
+    """The name to load the trunk by: the folder beside the checkpoint if there is one, else a hub id."""
+    local = (folder / manifest.trunk).resolve()
+    if local.is_dir():
+        return str(local)
+    if manifest.trunk.startswith("."):
+        raise UserError(f"the trunk of {folder} is not at {local}: move it back, or train the heads anew")
+    return manifest.trunk
+
+
+def load_heads(folder: Path, trunk: Trunk) -> MedusaHeads:
+    """Load heads for ``trunk``.
+
+    Raises:
+        UserError: another trunk than they were trained for, or tensors that are missing, left over or mis-shaped.
+    """
+    manifest = read_manifest(folder)
+    found = trunk.fingerprint()
+    if found != manifest.fingerprint:
+        raise UserError(
+            f"heads in {folder} were trained for trunk {manifest.fingerprint}, this trunk is {found}: load the trunk"
+            f" they name ({manifest.trunk}), or train heads for this one"
+        )
+    heads = MedusaHeads(manifest.heads, trunk)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: train the heads anew with `medusa train`")
+    weights = load_file(path)
+    expected = {name: tuple(value.shape) for name, value in heads.state_dict().items()}
+    for name in sorted(expected.keys() | weights.keys()):
+        shape = tuple(weights[name].shape) if name in weights else None
+        if shape != expected.get(name):
+            raise UserError(
+                f"{path}: tensor {name} is {shape or 'missing'}, the heads of {MANIFEST} need"
+                f" {expected.get(name) or 'none of that name'}: the two files don't belong together"
+            )
+    heads.load_state_dict(weights)
+    return heads.eval()
+
+
+def save_tree(folder: Path, topology: Topology, extra: dict[str, Any] | None = None) -> None:
+    """Write ``tree.json``: the paths of all nodes, and what calibration found."""
+    paths = [list(path) for path in topology.paths[1:]]
+    write_json(folder / TREE, {"paths": paths, **(extra or {})})
+
+
+def load_tree(folder: Path, heads: HeadsConfig) -> Topology:
+    """Read ``tree.json``; UserError if the tree is deeper than there are heads."""
+    paths = read_json(folder / TREE)["paths"]
+    topology = Topology.from_paths(paths) if paths else Topology.root()
+    check_depth(topology, heads)
+    return topology
+
+
+def check_depth(topology: Topology, heads: HeadsConfig) -> None:
+    """Refuse a tree that needs more heads than there are."""
+    if topology.depth > heads.num:
+        raise UserError(
+            f"the tree is {topology.depth} deep and there are {heads.num} heads: one head per level is needed; trim the"
+            f" tree to depth {heads.num} or train more heads"
+        )

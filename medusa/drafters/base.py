@@ -1,0 +1,47 @@
+"""The protocol that every drafter speaks.
+
+A drafter is shared and has no state of a request; it opens a session per batch, which owns what it remembers.
+
+Dimensions: B batch, D hidden, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from medusa.accept import Acceptance
+from medusa.tree import DraftTree
+from medusa.trunk import Trunk, TrunkOutput
+
+
+class DraftSession(Protocol):
+    """What a drafter remembers about a batch of rows."""
+
+    def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
+        """Take in the prompts and the trunk's output on them; ``hidden_BD`` is each row's last state."""
+        ...
+
+    def propose(self, root_B: Tensor, room: int) -> DraftTree:
+        """Guess what follows ``root_B``, the tokens just chosen, at most ``room`` tokens deep (0: the root alone)."""
+        ...
+
+    def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
+        """Learn which path of ``tree`` was accepted, with the trunk's states of all of its nodes."""
+        ...
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only ``rows``, in that order."""
+        ...
+
+
+class Drafter(Protocol):
+    """A way of drafting, bound to no request."""
+
+    name: str
+
+    def open(self, trunk: Trunk) -> DraftSession:
+        """A fresh session for one batch."""
+        ...

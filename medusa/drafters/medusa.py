@@ -1,0 +1,136 @@
+"""Drafting with Medusa, root or Hydra heads over a static tree.
+
+Dimensions: B batch, D hidden, E embedding, K heads, N nodes, R ranks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from medusa.accept import Acceptance
+from medusa.checkpoint import check_depth
+from medusa.errors import UserError
+from medusa.heads import MedusaHeads
+from medusa.tree import DraftTree, Shape, Topology
+from medusa.trunk import Trunk, TrunkOutput
+
+
+class MedusaDrafter:
+    """Heads and the tree they fill.
+
+    Raises:
+        UserError: the tree is deeper than there are heads, or takes a rank beyond the vocabulary.
+    """
+
+    def __init__(self, heads: MedusaHeads, topology: Topology) -> None:
+        check_depth(topology, heads.config)
+        if max(topology.ranks) >= heads.trunk.draftable:
+            raise UserError(
+                f"the tree takes rank {max(topology.ranks)} of {heads.trunk.draftable} tokens: ranks count from 0 and"
+                " end below the vocabulary's size"
+            )
+        self.heads = heads
+        self.topology = topology
+        self.name = heads.config.kind
+
+    def open(self, trunk: Trunk) -> MedusaSession:
+        """A session of one batch."""
+        return MedusaSession(self.heads, self.topology)
+
+
+class _Level:
+    """The nodes of one depth: their parents that have children, and which candidate of its parent each node takes."""
+
+    def __init__(self, topology: Topology, depth: int, device: torch.device) -> None:
+        nodes = [node for node in range(topology.size) if topology.depths[node] == depth]
+        ways = sorted({topology.parents[node] for node in nodes})
+        place = {parent: index for index, parent in enumerate(ways)}
+        self.ranks = max(topology.ranks[node] for node in nodes) + 1
+        # nodes are ordered by depth, so a level is a run and the tree is the levels' concatenation
+        self.start = nodes[0]
+        self.choice_n = torch.tensor(
+            [place[topology.parents[node]] * self.ranks + topology.ranks[node] for node in nodes], device=device
+        )
+        lineages = []
+        for parent in ways:
+            lineage = [parent]
+            while lineage[-1] != 0:
+                lineage.append(topology.parents[lineage[-1]])
+            lineages.append(lineage[::-1])
+        self.lineage_WC = torch.tensor(lineages, device=device)  # from the root to the parent
+
+
+class _Plan:
+    """What a session needs of a topology, made once per depth it is trimmed to."""
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        self.shape = Shape.static(topology, device)
+        self.levels = [_Level(topology, depth, device) for depth in range(1, topology.depth + 1)]
+        self.depth_n = torch.tensor([depth - 1 for depth in topology.depths[1:]], device=device)
+        self.rank_n = torch.tensor(topology.ranks[1:], device=device)
+        self.ranks = max(topology.ranks) + 1
+
+
+class MedusaSession:
+    """Remembers each row's state of the last *accepted* token, which is what the heads read."""
+
+    def __init__(self, heads: MedusaHeads, topology: Topology) -> None:
+        self.heads = heads
+        self.topology = topology
+        self.hidden_BD = torch.empty(0)
+        self._plans: dict[int, _Plan] = {}
+
+    def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
+        """Keep the last state of the prompts."""
+        self.hidden_BD = hidden_BD
+
+    def propose(self, root_B: Tensor, room: int) -> DraftTree:
+        """Fill the tree, trimmed to ``room``, with the heads' candidates."""
+        depth = min(room, self.topology.depth)
+        if depth not in self._plans:
+            self._plans[depth] = _Plan(self.topology.trim(depth), root_B.device)
+        plan = self._plans[depth]
+        tokens_BN = root_B[:, None]
+        if plan.levels:
+            fill = self._fill_by_level if self.heads.config.kind == "hydra" else self._fill_at_once
+            tokens_BN = fill(plan, tokens_BN)
+        return DraftTree(plan.shape, tokens_BN, torch.ones_like(tokens_BN, dtype=torch.bool))
+
+    def _fill_at_once(self, plan: _Plan, root_B1: Tensor) -> Tensor:
+        """Heads that read no drafted token give all levels' candidates in one go."""
+        heads = self.heads
+        embedded_B1E = heads.trunk.embed(root_B1)
+        logits = []
+        for head in range(len(plan.levels)):
+            features_BD = heads.features(head, self.hidden_BD, heads.context(head, embedded_B1E))
+            logits.append(heads.draftable(heads.logits(head, features_BD)))
+        best_BKR = torch.stack(logits, 1).topk(plan.ranks).indices
+        return torch.cat([root_B1, best_BKR[:, plan.depth_n, plan.rank_n]], 1)
+
+    def _fill_by_level(self, plan: _Plan, tokens_BN: Tensor) -> Tensor:
+        """Hydra: each level reads the tokens drafted on the way to it."""
+        heads = self.heads
+        embedded_BNE = heads.trunk.embed(tokens_BN)
+        for head, level in enumerate(plan.levels):
+            lineage = level.lineage_WC
+            context_BW = heads.context(head, embedded_BNE[:, lineage])
+            hidden_BWD = self.hidden_BD[:, None].expand(-1, lineage.shape[0], -1)
+            logits_BWV = heads.draftable(heads.logits(head, heads.features(head, hidden_BWD, context_BW)))
+            best_BWR = logits_BWV.topk(level.ranks).indices
+            new_Bn = best_BWR.flatten(1)[:, level.choice_n]
+            tokens_BN = torch.cat([tokens_BN, new_Bn], 1)
+            if head + 1 < len(plan.levels):
+                embedded_BNE = torch.cat([embedded_BNE, heads.trunk.embed(new_Bn)], 1)
+        return tokens_BN
+
+    def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
+        """Keep the state of the last accepted node."""
+        last_B1 = acceptance.path_BA.gather(1, acceptance.length_B[:, None] - 1)
+        self.hidden_BD = verified.hidden.gather(1, last_B1[..., None].expand(-1, 1, verified.hidden.shape[-1]))[:, 0]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only ``rows``."""
+        self.hidden_BD = self.hidden_BD[list(rows)]

@@ -1,0 +1,66 @@
+"""The machine that figures were measured on, and the number of threads that suits it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import transformers
+
+
+def describe() -> dict[str, str | int]:
+    """What a reader of a measurement wants to know: processor, cores, threads in use, versions."""
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "accelerator": accelerator,
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call, the device's work included."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def pick_threads(work: Callable[[], object], repeats: int = 5) -> int:
+    """Time ``work`` on one thread and on all of them, in turns, and keep torch at the faster; return that number.
+
+    More threads are not always faster: two on a machine that is busy otherwise can be several times slower than one.
+    """
+    counts = [1, torch.get_num_threads()]
+    if counts[1] == 1:
+        return 1
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(repeats):
+        for count in counts:
+            torch.set_num_threads(count)
+            times[count].append(seconds(work))
+    best = min(counts, key=lambda count: median(times[count][1:]))  # the first call warms up
+    torch.set_num_threads(best)
+    return best

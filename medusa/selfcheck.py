@@ -1,0 +1,80 @@
+"""Can this model be driven exactly? Asked of every trunk at load, since some families go wrong in silence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from medusa.errors import UserError
+from medusa.tree import DraftTree, Shape, Topology
+
+if TYPE_CHECKING:
+    from medusa.trunk import Trunk
+
+TREE = Topology.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]])
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3}  # relative to the largest logit
+COARSE = 0.15  # bf16 and fp16
+
+
+def check_tree(trunk: Trunk) -> None:
+    """Verify a random tree once and compare every node with a plain forward of its own path.
+
+    Raises:
+        UserError: the family's logits differ, by how much, and what to do.
+    """
+    worst = tree_error(trunk)
+    tolerance = TOLERANCE.get(trunk.dtype, COARSE)
+    if not worst <= tolerance:  # also true for NaN
+        raise UserError(
+            f"model type {trunk.family!r} can't be driven exactly with a token tree (logits off by {worst:.2g},"
+            f" allowed {tolerance:.2g}): use another trunk, or another attn_implementation"
+        )
+
+
+def tree_error(trunk: Trunk) -> float:
+    """Largest difference between a node's logits in a tree and in a plain forward, relative to the largest logit.
+
+    Two ragged rows are prefilled, so that prefill, positions, mask and cache are all part of the trial.
+    """
+    generator = torch.Generator().manual_seed(0)
+    length, size = 6, TREE.size
+    prompt = torch.randint(trunk.draftable, (2, length), generator=generator).to(trunk.device)
+    tokens = torch.randint(trunk.draftable, (2, size), generator=generator).to(trunk.device)
+    lengths = [length, length - 2]
+    tree = DraftTree(Shape.static(TREE, trunk.device), tokens, torch.ones_like(tokens, dtype=torch.bool))
+    try:
+        cache = trunk.new_cache(2)
+        trunk.prefill(prompt, lengths, cache)
+        logits = trunk.tree_forward(tree, cache).logits
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model type {trunk.family!r} can't be driven with a token tree ({reason}): use another trunk"
+        ) from error
+    worst = torch.zeros(())
+    for row, kept in enumerate(lengths):
+        for node in range(size):
+            path = tree.shape.ancestors[0, node].nonzero()[:, 0]
+            text = torch.cat([prompt[row, :kept], tokens[row, path]])[None]
+            plain = trunk.forward(text).logits[0, -1]
+            error = (logits[row, node] - plain).abs().max() / plain.abs().max().clamp(min=1.0)
+            worst = torch.maximum(worst, error.double().cpu())
+    return worst.item()
+
+
+def check_projection(trunk: Trunk) -> None:
+    """Raise UserError unless ``trunk.project`` of the last state is what the trunk itself returns as logits."""
+    ids = torch.arange(4, device=trunk.device)[None] % trunk.vocab_size
+    output = trunk.forward(ids)
+    if trunk.hidden_size != output.hidden.shape[-1]:
+        raise UserError(
+            f"model type {trunk.family!r} projects states of {output.hidden.shape[-1]} to {trunk.hidden_size} before"
+            " its vocabulary: heads can't read them; use another trunk"
+        )
+    error = (trunk.project(output.hidden) - output.logits).abs().max().item()
+    if not error <= 1e-2 * max(1.0, output.logits.abs().max().item()):
+        raise UserError(
+            f"model type {trunk.family!r} does more after its vocabulary projection than heads can repeat (off by"
+            f" {error:.2g}): use another trunk"
+        )

@@ -1,0 +1,246 @@
+"""Token trees: one type for every drafter.
+
+A tree holds guesses for the next tokens. Node 0 is the *root*: the last token chosen, known but not yet in the
+cache. A chain is a tree with one child per node; plain autoregressive decoding is the tree of the root alone.
+
+Dimensions: B batch, N nodes (the root included), R ranks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa.errors import UserError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The shape of a tree, without tokens: hashable, so that buffers made from it can be cached.
+
+    ``parents[0] == -1`` and ``parents[i] < i``: parents come before children. ``ranks[i]`` says which candidate of
+    the drafter's list node ``i`` takes (0 is the most likely); the root's rank is 0 and unused.
+
+    Raises:
+        UserError: lengths differ, a parent does not come before its child, or two siblings share a rank.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parents or self.parents[0] != -1:
+            raise UserError(f"a tree's first parent is -1 (node 0 is the root), not {list(self.parents[:1])}")
+        if len(self.parents) != len(self.ranks):
+            raise UserError(f"a tree of {len(self.parents)} parents has {len(self.ranks)} ranks: give one per node")
+        seen: set[tuple[int, int]] = set()
+        for node, (parent, rank) in enumerate(zip(self.parents[1:], self.ranks[1:], strict=True), start=1):
+            if not 0 <= parent < node:
+                raise UserError(f"node {node} has parent {parent}: a parent's number lies in 0..{node - 1}")
+            if rank < 0:
+                raise UserError(f"node {node} has rank {rank}: ranks count from 0")
+            if (parent, rank) in seen:
+                raise UserError(f"node {node} repeats rank {rank} under parent {parent}: siblings need distinct ranks")
+            seen.add((parent, rank))
+
+    @classmethod
+    def root(cls) -> Topology:
+        """The tree of the root alone: autoregressive decoding."""
+        return cls((-1,), (0,))
+
+    @classmethod
+    def chain(cls, depth: int) -> Topology:
+        """The most likely token at every depth: ``depth`` nodes below the root."""
+        return cls(tuple(range(-1, depth)), (0,) * (depth + 1))
+
+    @classmethod
+    def full(cls, widths: Sequence[int]) -> Topology:
+        """Every combination of the ``widths[d]`` best candidates at depth ``d + 1``."""
+        paths: list[tuple[int, ...]] = [()]
+        level = paths
+        for width in widths:
+            if width < 1:
+                raise UserError(f"tree width {width} in {list(widths)}: each level keeps at least 1 candidate")
+            level = [(*path, rank) for path in level for rank in range(width)]
+            paths = paths + level
+        return cls._from_closed(paths)
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> Topology:
+        """Build from paths of ranks: all nodes (prefix-closed), or the leaves alone.
+
+        Raises:
+            UserError: a path is empty or given twice, or the list is neither of the two forms.
+        """
+        given = [tuple(int(rank) for rank in path) for path in paths]
+        unique = set(given)
+        for index, path in enumerate(given):
+            if not path:
+                raise UserError("an empty path in the tree: the root is implied, list only what is below it")
+            if path in given[:index]:
+                raise UserError(f"path {list(path)} stands twice in the tree: list each node once")
+        missing = {path[:n] for path in unique for n in range(1, len(path))} - unique
+        inner = {path[:n] for path in unique for n in range(1, len(path))} & unique
+        if missing and inner:  # neither prefix-closed nor leaves only: a node was forgotten
+            gap = min(missing, key=lambda path: (len(path), path))
+            raise UserError(f"the tree has nodes below {list(gap)} but not that node: list all nodes, or leaves only")
+        return cls._from_closed([(), *unique, *missing])
+
+    @classmethod
+    def from_choices(cls, choices: Sequence[Any]) -> Topology:
+        """Read the three published spellings of ``medusa_choices``.
+
+        ``[1, 7, 6]`` counts candidates per level, the first being the root's (always 1); ``[[0], [0, 0], [1]]`` lists
+        every node; ``[[0, 0], [1]]`` lists the leaves.
+        """
+        if choices and all(isinstance(choice, int) for choice in choices):
+            if choices[0] != 1:
+                raise UserError(f"tree widths {list(choices)} begin with {choices[0]}: the first level is the root, 1")
+            return cls.full(choices[1:])
+        if not all(isinstance(choice, (list, tuple)) for choice in choices):
+            raise UserError(
+                f"tree {list(choices)!r} mixes numbers and paths: give widths [1, 7, 6] or paths [[0], [1]]"
+            )
+        return cls.from_paths(choices)
+
+    @classmethod
+    def _from_closed(cls, paths: Iterable[tuple[int, ...]]) -> Topology:
+        ordered = sorted(paths, key=lambda path: (len(path), path))  # by depth: a level is a run of nodes
+        index = {path: node for node, path in enumerate(ordered)}
+        parents = tuple(index[path[:-1]] if path else -1 for path in ordered)
+        return cls(parents, tuple(path[-1] if path else 0 for path in ordered))
+
+    @property
+    def size(self) -> int:
+        """Number of nodes N, the root included."""
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node; the root's is 0."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node: the number of heads the tree needs."""
+        return max(self.depths)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The path of ranks that leads to each node."""
+        paths: list[tuple[int, ...]] = [()]
+        for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
+            paths.append((*paths[parent], rank))
+        return tuple(paths)
+
+    def trim(self, depth: int) -> Topology:
+        """The same tree without the nodes deeper than ``depth``."""
+        if depth >= self.depth:
+            return self
+        return Topology._from_closed([path for path in self.paths if len(path) <= depth])
+
+
+def ancestor_matrix(parents: Tensor) -> Tensor:
+    """Bool ``[.., N, N]``: entry ``(i, j)`` says that ``j`` is ``i`` or an ancestor of ``i``.
+
+    ``parents`` is int ``[.., N]``, -1 for the root. Squaring doubles the reach, so the closure takes log2(N)
+    products and never asks the host for the depth.
+    """
+    size = parents.shape[-1]
+    nodes = torch.arange(size, device=parents.device)
+    reach = (parents.unsqueeze(-1) == nodes) | (nodes.unsqueeze(-1) == nodes)
+    for _ in range((size - 1).bit_length()):
+        as_float = reach.float()
+        reach = as_float @ as_float > 0
+    return reach
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What verification needs of a tree's shape; the leading dimension is 1 where all rows share it.
+
+    ``ancestors`` bool [B|1, N, N], ``depths`` int64 [B|1, N], ``parents`` int64 [B|1, N] with the root its own
+    parent, so that it can be used to gather; ``levels`` is a bound on depth + 1 known to the host.
+    """
+
+    ancestors: Tensor
+    depths: Tensor
+    parents: Tensor
+    levels: int
+
+    @classmethod
+    def of(cls, parents: Tensor, levels: int | None = None) -> Shape:
+        """Compute from int ``parents`` [B|1, N]."""
+        ancestors = ancestor_matrix(parents)
+        return cls(ancestors, ancestors.sum(-1) - 1, parents.clamp(min=0), levels or parents.shape[-1])
+
+    @classmethod
+    def static(cls, topology: Topology, device: torch.device | str) -> Shape:
+        """The shape shared by all rows of a static tree: made once per topology and device."""
+        return cls.of(torch.tensor([topology.parents], device=device), topology.depth + 1)
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Guesses of a drafter for every row of a batch.
+
+    ``tokens_BN`` int64, ``valid_BN`` bool: a node that is not valid is a filler: nothing attends to it and it cannot
+    be accepted, whatever token stands there. ``sampled_BN`` marks children drawn at random; ``q_BNV`` then is, per
+    *parent*, the very law they were drawn from, in order. A child not marked sampled is deterministic.
+    """
+
+    shape: Shape
+    tokens_BN: Tensor
+    valid_BN: Tensor
+    sampled_BN: Tensor | None = None
+    q_BNV: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of nodes N, the root and fillers included."""
+        return self.tokens_BN.shape[1]
+
+
+def attention_bias(
+    shape: Shape, lengths: Sequence[int], total: int, dtype: torch.dtype, window: int | None = None
+) -> Tensor | None:
+    """Additive mask of a tree step: ``[B|1, 1, N, total]``, 0 where a node may look, else the dtype's minimum.
+
+    Row ``b`` holds its prefix in slots ``0 .. lengths[b]-1`` and the tree in the N slots after it. A node sees the
+    prefix and its own ancestors, itself included; within a sliding ``window`` only keys whose *logical* position is
+    less than ``window`` behind its own. None when every node sees every slot. (Additive, because eager attention
+    adds whatever mask it gets.)
+    """
+    size = shape.depths.shape[-1]
+    if window is not None and max(lengths) + shape.levels <= window:
+        window = None  # the window reaches back to the start of every row
+    shared = window is None and len(set(lengths)) == 1
+    if shared and size == 1 and total == lengths[0] + 1:
+        return None
+    lowest = torch.finfo(dtype).min
+    if shared:
+        inside = torch.zeros(shape.ancestors.shape, dtype=dtype, device=shape.ancestors.device)
+        inside.masked_fill_(~shape.ancestors, lowest)
+        inside = torch.nn.functional.pad(inside, (lengths[0], 0))
+        return torch.nn.functional.pad(inside, (0, total - inside.shape[-1]), value=lowest)[:, None]
+    device = shape.depths.device
+    length_B1 = torch.tensor(lengths, device=device)[:, None]
+    slot_BT = torch.arange(total, device=device) - length_B1  # < 0: the prefix; 0 .. N-1: the tree's nodes
+    node_BT = slot_BT.clamp(0, size - 1)
+    rows = len(lengths)
+    index_BNT = node_BT[:, None, :].expand(rows, size, total)
+    seen_BNT = shape.ancestors.expand(rows, -1, -1).gather(2, index_BNT) & (slot_BT < size)[:, None, :]
+    seen_BNT |= (slot_BT < 0)[:, None, :]
+    if window is not None:
+        key_BT = length_B1 + torch.where(slot_BT < 0, slot_BT, shape.depths.expand(rows, -1).gather(1, node_BT))
+        query_BN = length_B1 + shape.depths
+        seen_BNT &= key_BT[:, None, :] > query_BN[:, :, None] - window
+    return torch.zeros(seen_BNT.shape, dtype=dtype, device=device).masked_fill_(~seen_BNT, lowest)[:, None]

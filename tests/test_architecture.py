@@ -1,0 +1,319 @@
+"""The layers as data, and what keeps them: who may import whom, what is loaded when, how long code may get.
+
+The rules read the source by its syntax tree, so they see imports inside functions and for type checks too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The folder of each package. medusa/train and so on are links to the folders beside it: read once, at the real place.
+FOLDERS = {
+    "medusa": ROOT / "medusa",
+    "medusa.configs": ROOT / "configs",
+    "medusa.data": ROOT / "data",
+    "medusa.infer": ROOT / "infer",
+    "medusa.train": ROOT / "train",
+}
+
+# Lowest first; a module imports from the layers below its own. The name of a package stands for its modules too,
+# but for "medusa", which is its __init__ alone. Data and configs have a layer of their own, below train and infer.
+LAYERS: list[tuple[str, list[str]]] = [
+    ("base", ["medusa", "medusa.errors"]),
+    ("L0", ["medusa.accept", "medusa.sampling", "medusa.tree"]),
+    ("L1", ["medusa.cache", "medusa.checkpoint", "medusa.fingerprint", "medusa.heads", "medusa.trunk"]),
+    ("L2", ["medusa.drafters"]),
+    ("L3", ["medusa.calibrate", "medusa.decoding", "medusa.testing"]),
+    ("L4 data", ["medusa.configs", "medusa.data"]),
+    ("L4", ["medusa.infer", "medusa.train"]),
+    ("L5", ["medusa.__main__"]),
+]
+
+# The packages whose modules import each other freely.
+FREE_INSIDE = ["medusa.configs", "medusa.data", "medusa.infer", "medusa.train"]
+
+# Every other import inside one layer is written down: who -> whom. Keys and values may be packages.
+SIDEWAYS = {
+    "medusa.accept": ["medusa.sampling", "medusa.tree"],
+    "medusa.calibrate": ["medusa.decoding"],
+    "medusa.checkpoint": ["medusa.fingerprint", "medusa.heads", "medusa.trunk"],
+    "medusa.drafters": ["medusa.drafters.base"],
+    "medusa.heads": ["medusa.trunk"],
+    "medusa.testing": ["medusa.decoding"],
+    "medusa.trunk": ["medusa.cache", "medusa.fingerprint"],
+}
+
+# Corpora know nothing of models, recipes nothing of code.
+BASE_ONLY = ["medusa.configs", "medusa.data"]
+
+# Inside medusa/ (not train/, infer/, data/), where transformers is known. testing: configurations of tiny models.
+TRANSFORMERS_USERS = ["medusa.cache", "medusa.testing", "medusa.trunk"]
+
+# Optional or slow to import: inside the function that needs them, and only in the packages named.
+EVERYWHERE = ["medusa"]
+LAZY = {
+    "accelerate": ["medusa.train"],
+    "datasets": ["medusa.data", "medusa.train"],
+    "deepspeed": ["medusa.data", "medusa.train"],
+    "fastapi": ["medusa.infer.server"],
+    "jsonargparse": EVERYWHERE,
+    "matplotlib": EVERYWHERE,
+    "peft": ["medusa.data", "medusa.train"],
+    "rich": EVERYWHERE,
+    "uvicorn": ["medusa.infer.server"],
+    "wandb": ["medusa.data", "medusa.train"],
+}
+
+MODULE_LINES = 300
+FUNCTION_LINES = 60
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a module imports: a module of ours in full, the top-level name of any other."""
+
+    target: str
+    line: int
+    lazy: bool  # inside a function, or for type checks only
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of the product by its one right name."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for file in _python_files(folder):
+            parts = file.relative_to(folder).with_suffix("").parts
+            name = ".".join([package, *parts])
+            found[name.removesuffix(".__init__")] = file
+    return found
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and not entry.is_symlink() and entry.name != "__pycache__":
+            yield from _python_files(entry)
+        elif entry.suffix == ".py":
+            yield entry
+
+
+MODULES = modules()
+
+
+@cache
+def syntax(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+@cache
+def imports(name: str) -> tuple[Import, ...]:
+    return tuple(_imports(name, syntax(name), lazy=False))
+
+
+def _imports(name: str, node: ast.AST, lazy: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield Import(_target(alias.name), node.lineno, lazy)
+    elif isinstance(node, ast.ImportFrom):
+        source = _absolute(name, node)
+        for alias in node.names:
+            yield Import(_target(f"{source}.{alias.name}"), node.lineno, lazy)
+    typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or typing_only
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(name, child, lazy or inside)
+
+
+def _absolute(name: str, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    package = name.split(".") if MODULES[name].name == "__init__.py" else name.split(".")[:-1]
+    return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+
+
+def _target(dotted: str) -> str:
+    """Return the longest part of ``dotted`` that is a module of ours, or its first part."""
+    parts = dotted.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in MODULES), parts[0])
+
+
+def within(name: str, packages: list[str]) -> bool:
+    """Return whether ``name`` is one of ``packages`` or a module in one."""
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def layer(name: str) -> int | None:
+    for index, (_, members) in enumerate(LAYERS):
+        if name in members or within(name, [member for member in members if member != "medusa"]):
+            return index
+    return None
+
+
+def ours() -> Iterator[tuple[str, Import]]:
+    """Yield each import of one of our modules by another, where both have a layer."""
+    for name in MODULES:
+        for each in imports(name):
+            if each.target in MODULES and each.target != name and layer(name) is not None:
+                yield name, each
+
+
+def sideways(name: str, target: str) -> bool:
+    """Return whether the design lets ``name`` import ``target`` of its own layer."""
+    if any(within(name, [package]) and within(target, [package]) for package in FREE_INSIDE):
+        return True
+    return any(within(name, [importer]) and within(target, allowed) for importer, allowed in SIDEWAYS.items())
+
+
+def report(problems: list[str]) -> None:
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def at(name: str, line: int) -> str:
+    return f"{MODULES[name].relative_to(ROOT)}:{line}"
+
+
+def test_every_module_has_a_layer() -> None:
+    report([f"{at(name, 1)}: no layer: add {name} to LAYERS" for name in MODULES if layer(name) is None])
+
+
+def test_the_table_names_no_module_that_is_gone() -> None:
+    named = {member for _, members in LAYERS for member in members} | set(SIDEWAYS) | set(TRANSFORMERS_USERS)
+    report([f"{name}: in this file's tables, but there is no such module" for name in sorted(named - set(MODULES))])
+
+
+def test_imports_point_downwards() -> None:
+    problems = []
+    for name, each in ours():
+        mine, other = layer(name), layer(each.target)
+        assert mine is not None
+        if other is None or other > mine or (other == mine != 0 and not sideways(name, each.target)):
+            problems.append(f"{at(name, each.line)}: {name} imports {each.target}, which is not in a layer below it")
+    report(problems)
+
+
+def test_data_and_configs_import_only_the_base_of_the_core() -> None:
+    problems = [
+        f"{at(name, each.line)}: {name} imports {each.target}: only the base layer is allowed"
+        for name, each in ours()
+        if within(name, BASE_ONLY) and layer(each.target) != 0 and not sideways(name, each.target)
+    ]
+    report(problems)
+
+
+def test_no_import_by_a_top_level_name() -> None:
+    # Beside a user's own train.py these would run it.
+    names = {package.rpartition(".")[2] for package in FOLDERS} - {"medusa"}
+    problems = [
+        f"{at(name, each.line)}: imports {each.target}: say medusa.{each.target}"
+        for name in MODULES
+        for each in imports(name)
+        if each.target in names
+    ]
+    report(problems)
+
+
+def test_optional_packages_are_imported_late_and_in_place() -> None:
+    problems = []
+    for name in MODULES:
+        for each in imports(name):
+            if each.target not in LAZY:
+                continue
+            if not each.lazy:
+                problems.append(f"{at(name, each.line)}: import {each.target} inside the function that needs it")
+            if not within(name, LAZY[each.target]):
+                problems.append(f"{at(name, each.line)}: {each.target} belongs in {', '.join(LAZY[each.target])}")
+    report(problems)
+
+
+def test_only_named_modules_of_the_core_know_transformers() -> None:
+    packages = [package for package in FOLDERS if package != "medusa"]
+    problems = [
+        f"{at(name, each.line)}: {name} imports transformers: only {', '.join(TRANSFORMERS_USERS)} may"
+        for name in MODULES
+        for each in imports(name)
+        if each.target == "transformers" and not within(name, packages) and name not in TRANSFORMERS_USERS
+    ]
+    report(problems)
+
+
+def test_only_the_command_imports_by_string() -> None:
+    # An import by string would pass by every rule above.
+    problems = [
+        f"{at(name, node.lineno)}: import_module"
+        for name in MODULES
+        if name != "medusa.__main__"
+        for node in ast.walk(syntax(name))
+        if "import_module" in (getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "name", None))
+    ]
+    report(problems)
+
+
+def test_every_command_has_its_module() -> None:
+    from medusa.__main__ import COMMANDS
+
+    report(
+        [f"medusa {name}: no {command.module}" for name, command in COMMANDS.items() if command.module not in MODULES]
+    )
+
+
+def test_modules_and_functions_are_short() -> None:
+    problems = []
+    for name, file in MODULES.items():
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        if lines >= MODULE_LINES:
+            problems.append(f"{at(name, 1)}: {lines} lines, the limit is {MODULE_LINES - 1}")
+        for node in ast.walk(syntax(name)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > FUNCTION_LINES:
+                    problems.append(f"{at(name, node.lineno)}: {node.name} has {length} lines, over {FUNCTION_LINES}")
+    report(problems)
+
+
+def test_no_module_is_loaded_under_two_names() -> None:
+    for name in MODULES:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in LAZY:
+                raise
+    seen: dict[str, str] = {}
+    problems = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or not any(Path(os.path.realpath(file)).is_relative_to(folder) for folder in FOLDERS.values()):
+            continue
+        first = seen.setdefault(os.path.realpath(file), name)
+        if first != name:
+            problems.append(f"{file} is loaded as {first} and as {name}")
+        if name.partition(".")[0] != "medusa":
+            problems.append(f"{file} is loaded as {name}, not from the package medusa")
+    report(problems)
+
+
+@pytest.mark.parametrize("package", ["medusa.infer"])
+def test_inference_needs_torch_and_transformers_alone(package: str) -> None:
+    # None in sys.modules makes a package absent, for transformers' own look-ups too.
+    code = (
+        "import importlib, json, sys\n"
+        f"absent = {sorted(LAZY)!r}\n"
+        "sys.modules.update(dict.fromkeys(absent))\n"
+        f"importlib.import_module({package!r})\n"
+        "print(json.dumps([name for name in absent if sys.modules[name] is not None]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
