@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa.errors import UserError, nearest
+from medusa.files import write_bytes
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -62,13 +62,10 @@ def _parse(command: str, argv: list[str]) -> jsonargparse.Namespace:
 
 def _copy(source: Path, target: Path) -> Path:
     """Copy the file as a whole or not at all; return ``target``."""
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        try:
-            part.write_bytes(source.read_bytes())
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        write_bytes(target, source.read_bytes())
     except OSError as error:
-        raise UserError(f"can't write {target} ({error.strerror}): name a file in a folder that exists") from error
+        raise UserError(
+            f"can't write {target} ({error.strerror}): name a file that can be written"
+        ) from error
     return target

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from medusa.encoding import encode
 from medusa.errors import UserError, nearest
-
-from .tokenizers import encode
 
 if TYPE_CHECKING:
     import datasets

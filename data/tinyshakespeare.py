@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from medusa.errors import UserError, nearest
+from medusa.files import write_bytes
 
 from . import plays
 
@@ -160,14 +161,8 @@ def _pip_download(folder: Path) -> None:
 
 def _write(target: Path, content: bytes) -> None:
     """Write the file as a whole or not at all."""
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            part.write_bytes(content)
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        write_bytes(target, content)
     except OSError as error:
         raise UserError(f"can't write {target}: {_one_line(error)}; set MEDUSA_CACHE to a writable folder") from error
 

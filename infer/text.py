@@ -28,7 +28,7 @@ class Detokeniser:
 
     A token's text may depend on its neighbours, so it is read off a window: the tokens of the last push, for context,
     and those that follow. The window moves on whenever its text ends in a whole character, so each token is decoded a
-    fixed number of times. (The technique of the known inference servers, Hugging Face's text-generation-inference first.)
+    fixed number of times. (After Hugging Face's text-generation-inference.)
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:

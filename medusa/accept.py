@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from medusa.sampling import choose
@@ -55,23 +54,16 @@ class DeterministicRule:
     def __call__(self, tree: DraftTree, p_BNV: Tensor, uniform_BN: Tensor | None) -> Acceptance:
         choice_BN = choose(p_BNV, uniform_BN)
         shape = tree.shape
-        parents_BN = shape.parents.expand_as(choice_BN)
-        agrees_BN = (tree.tokens_BN == choice_BN.gather(1, parents_BN)) & tree.valid_BN
-        agrees_BN[:, 0] = True
-        # a node is reached when nothing on its way disagrees; siblings are distinct, so one deepest node wins
-        reached_BN = ~(shape.ancestors & ~agrees_BN[:, None, :]).any(-1)
-        last_B = torch.where(reached_BN, shape.depths, -1).argmax(-1)
-        return accept_up_to(tree, last_B, choice_BN)
+        agrees_BN = (tree.tokens_BN == choice_BN.gather(1, shape.parents.expand_as(choice_BN))) & tree.valid_BN
+        # a node is reached when all on its way agree; siblings are distinct, so there is one deepest such node
+        reached_BN = (agrees_BN[:, None] | shape.off_path).all(-1)
+        return accept_up_to(tree, (reached_BN * shape.depths).argmax(-1, keepdim=True), choice_BN)
 
 
-def accept_up_to(tree: DraftTree, last_B: Tensor, choice_BN: Tensor) -> Acceptance:
-    """The acceptance that ends at node ``last_B``, continued by that node's entry of ``choice_BN``."""
-    rows, size = choice_BN.shape
+def accept_up_to(tree: DraftTree, last_B1: Tensor, choice_BN: Tensor) -> Acceptance:
+    """The acceptance that ends at node ``last_B1``, continued by that node's entry of ``choice_BN``."""
     shape = tree.shape
-    last_B1 = last_B[:, None]
-    on_path_BN = shape.ancestors.expand(rows, -1, -1).gather(1, last_B1[..., None].expand(-1, 1, size))[:, 0]
-    # node ids scattered to their depth; nodes off the path go to a column that is dropped
-    column_BN = torch.where(on_path_BN, shape.depths, shape.levels)
-    nodes_BN = torch.arange(size, device=choice_BN.device).expand(rows, -1)
-    path_BA = choice_BN.new_full((rows, shape.levels + 1), -1).scatter_(1, column_BN, nodes_BN)[:, :-1]
-    return Acceptance(path_BA, on_path_BN.sum(-1), choice_BN.gather(1, last_B1)[:, 0])
+    paths_BNA = shape.paths.expand(len(last_B1), -1, -1)
+    path_BA = paths_BNA.gather(1, last_B1[..., None].expand(-1, 1, shape.levels))[:, 0]
+    length_B = shape.depths.expand_as(choice_BN).gather(1, last_B1)[:, 0] + 1
+    return Acceptance(path_BA, length_B, choice_BN.gather(1, last_B1)[:, 0])

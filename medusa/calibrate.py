@@ -81,7 +81,7 @@ def head_ranks(heads: MedusaHeads, held: Continuations) -> list[Tensor]:
         first, last = start - 1, len(ids) - 1  # the state at t needs the root t+1
         row = torch.full((last - first, heads.config.num), -1)
         text = torch.tensor(ids, device=hidden_TD.device)
-        embedded_TE = heads.trunk.embed(text)
+        embedded_TE = heads.embed(text)
         for head in range(heads.config.num):
             states = torch.arange(first, len(ids) - 2 - head, device=text.device)
             if not len(states):
@@ -230,9 +230,7 @@ def calibrate(
     The tree of one node is plain decoding: if that wins, speculation does not pay on this machine.
     """
     if len(prompts) < 2:
-        raise UserError(
-            f"{len(prompts)} held-out prompts: calibration needs 2 or more, to grow and to judge"
-        )
+        raise UserError(f"{len(prompts)} held-out prompts: calibration needs 2 or more, to grow and to judge")
     grown_on, judged_on = continuations(trunk, prompts, tokens).halves()
     ranks, fresh = head_ranks(heads, grown_on), head_ranks(heads, judged_on)
     trees = {tree.size: tree for tree in (grow(ranks, size) for size in sizes)}  # scarce data may give fewer nodes

@@ -6,17 +6,16 @@ where the trunk was made here.
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from medusa.errors import UserError
+from medusa.files import read_json, write_atomically, write_json
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.tree import Topology
 from medusa.trunk import Trunk
@@ -27,41 +26,13 @@ MANIFEST, WEIGHTS, TREE = "medusa.json", "heads.safetensors", "tree.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``medusa.json`` says. ``trunk`` is a hub id, or a folder relative to the checkpoint's own."""
+    """What ``medusa.json`` says. ``trunk`` is a hub id or, if ``local``, a folder relative to the checkpoint's own."""
 
     heads: HeadsConfig
     trunk: str
     fingerprint: str
     revision: str | None = None
-
-
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a file beside ``path``, then put it in place: never half a file is seen."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        write(Path(temporary))
-        os.chmod(temporary, 0o644)  # mkstemp made it private
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write ``content`` as indented JSON, atomically."""
-    text = json.dumps(content, indent=2) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file; UserError if it is missing or broken."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist: give a folder made by `medusa train`") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} can't be read as JSON ({error}): make the folder anew with `medusa train`") from error
+    local: bool = False
 
 
 def save_heads(folder: Path, heads: MedusaHeads, trunk: str, revision: str | None = None) -> None:
@@ -71,9 +42,9 @@ def save_heads(folder: Path, heads: MedusaHeads, trunk: str, revision: str | Non
     """
     weights = {name: value.detach().contiguous().cpu() for name, value in heads.state_dict().items()}
     write_atomically(folder / WEIGHTS, lambda temporary: save_file(weights, temporary, {"format": "pt"}))
-    if Path(trunk).is_dir():
+    if local := Path(trunk).is_dir():
         trunk = os.path.relpath(Path(trunk).resolve(), folder.resolve())
-    manifest = Manifest(heads.config, trunk, heads.trunk.fingerprint(), revision)
+    manifest = Manifest(heads.config, trunk, heads.trunk.fingerprint(), revision, local)
     write_json(folder / MANIFEST, {"format": FORMAT, **asdict(manifest)})
 
 
@@ -82,17 +53,22 @@ def read_manifest(folder: Path) -> Manifest:
     content = read_json(folder / MANIFEST)
     if content.get("format") != FORMAT:
         raise UserError(f"{folder / MANIFEST} has format {content.get('format')}: this version reads format {FORMAT}")
-    return Manifest(HeadsConfig(**content["heads"]), content["trunk"], content["fingerprint"], content.get("revision"))
+    del content["format"]
+    try:
+        return Manifest(**content | {"heads": HeadsConfig(**content.get("heads", {}))})
+    except TypeError as error:  # a field that is missing, or one that does not exist
+        reason = str(error).partition("() ")[2]
+        raise UserError(f"{folder / MANIFEST}: {reason}; train the heads anew with `medusa train`") from error
 
 
 def trunk_source(folder: Path, manifest: Manifest) -> str:
-    """The name to load the trunk by: the folder beside the checkpoint if there is one, else a hub id."""
-    local = (folder / manifest.trunk).resolve()
-    if local.is_dir():
-        return str(local)
-    if manifest.trunk.startswith("."):
-        raise UserError(f"the trunk of {folder} is not at {local}: move it back, or train the heads anew")
-    return manifest.trunk
+    """The name to load the trunk by: its folder, if it was one, else a hub id. UserError if the folder is gone."""
+    if not manifest.local:
+        return manifest.trunk
+    place = (folder / manifest.trunk).resolve()
+    if not place.is_dir():
+        raise UserError(f"the trunk of {folder} is not at {place}: move it back, or train the heads anew")
+    return str(place)
 
 
 def load_heads(folder: Path, trunk: Trunk) -> MedusaHeads:
@@ -112,14 +88,17 @@ def load_heads(folder: Path, trunk: Trunk) -> MedusaHeads:
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path} does not exist: train the heads anew with `medusa train`")
-    weights = load_file(path)
+    try:
+        weights = load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} can't be read ({error}): train the heads anew with `medusa train`") from error
     expected = {name: tuple(value.shape) for name, value in heads.state_dict().items()}
     for name in sorted(expected.keys() | weights.keys()):
-        shape = tuple(weights[name].shape) if name in weights else None
-        if shape != expected.get(name):
+        found_shape = tuple(weights[name].shape) if name in weights else "missing"
+        if found_shape != expected.get(name):
             raise UserError(
-                f"{path}: tensor {name} is {shape or 'missing'}, the heads of {MANIFEST} need"
-                f" {expected.get(name) or 'none of that name'}: the two files don't belong together"
+                f"{path}: tensor {name} is {found_shape}, the heads of {MANIFEST} need"
+                f" {expected.get(name, 'none of that name')}: the two files don't belong together"
             )
     heads.load_state_dict(weights)
     return heads.eval()
@@ -133,8 +112,10 @@ def save_tree(folder: Path, topology: Topology, extra: dict[str, Any] | None = N
 
 def load_tree(folder: Path, heads: HeadsConfig) -> Topology:
     """Read ``tree.json``; UserError if the tree is deeper than there are heads."""
-    paths = read_json(folder / TREE)["paths"]
-    topology = Topology.from_paths(paths) if paths else Topology.root()
+    paths = read_json(folder / TREE).get("paths")
+    if not isinstance(paths, list):
+        raise UserError(f"{folder / TREE} lists no paths: make it anew with `medusa calibrate`")
+    topology = Topology.from_choices(paths) if paths else Topology.root()
     check_depth(topology, heads)
     return topology
 

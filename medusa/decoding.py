@@ -69,6 +69,11 @@ class Decoder:
         self.rule = rule or DeterministicRule()
         self.draws = draws or HashDraws()
         self.session = drafter.open(trunk)
+        if len({trunk.horizon(len(request.ids)) for request in self.requests}) > 1:
+            raise UserError(
+                f"the prompts of this batch lie on both sides of position {trunk.horizon(0)}, where the trunk's rotary"
+                " frequencies change: decode the longer ones apart"
+            )
         self.left = [_allowance(trunk, request, row) for row, request in enumerate(self.requests)]
         self.slots = list(range(len(self.requests)))  # which request each slot of the batch serves
         self.live = set(self.slots)
@@ -83,7 +88,7 @@ class Decoder:
         self.cache = self.trunk.new_cache(len(lengths))
         logits_BV, hidden_BD, output = self.trunk.prefill(ids_BT.to(self.trunk.device), lengths, self.cache)
         self.session.start([request.ids for request in self.requests], hidden_BD, output)
-        p_B1V, uniform_B1 = self._laws(logits_BV[:, None], torch.tensor(lengths)[:, None])
+        p_B1V, uniform_B1 = self._laws(logits_BV[:, None], lengths, logits_BV.new_zeros(1, 1, dtype=torch.long))
         self.root_B = choose(p_B1V, uniform_B1)[:, 0]
         return self._emit([[token] for token in self.root_B.tolist()], nodes=0)
 
@@ -93,8 +98,8 @@ class Decoder:
         room = max(self.left[row] for row in self.live) - 1
         tree = self.session.propose(self.root_B, room)
         verified = self.trunk.tree_forward(tree, self.cache)
-        start_B1 = torch.tensor(self.cache.lengths)[:, None]
-        p_BNV, uniform_BN = self._laws(verified.logits, start_B1 + 1 + tree.shape.depths.cpu())
+        after = [length + 1 for length in self.cache.lengths]  # where the token after the root will stand
+        p_BNV, uniform_BN = self._laws(verified.logits, after, tree.shape.depths)
         acceptance = self.rule(tree, p_BNV, uniform_BN)
         path_BA = acceptance.path_BA
         tokens_BA = tree.tokens_BN.gather(1, path_BA.clamp(min=0))
@@ -110,13 +115,17 @@ class Decoder:
         """End a row from outside, for a stop string or a client that left."""
         self.live.discard(row)
 
-    def _laws(self, logits_BNV: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Each node's law, and the uniforms for the token at ``positions_BN``; None if every row is greedy."""
+    def _laws(self, logits_BNV: Tensor, after: list[int], depths: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Each node's law, and the uniforms of the position that follows it; None if every row is greedy.
+
+        ``after[b]`` is the position that follows the row's root, ``depths`` [B|1, N] those of the nodes.
+        """
         sampling = [self.requests[row].sampling for row in self.slots]
         p_BNV = to_probs(logits_BNV, sampling)
         if all(params.temperature == 0 for params in sampling):
             return p_BNV, None
-        seed_B = torch.tensor([params.seed for params in sampling])
+        seed_B = torch.tensor([params.seed for params in sampling], device=depths.device)
+        positions_BN = torch.tensor(after, device=depths.device)[:, None] + depths
         return p_BNV, self.draws.uniform(seed_B, positions_BN, TOKEN).to(p_BNV.device)
 
     def _emit(self, tokens: list[list[int]], nodes: int) -> Step:
@@ -183,11 +192,11 @@ def _allowance(trunk: Trunk, request: Request, row: int) -> int:
         raise UserError(f"prompt {row} has token id {worst}: ids lie in 0..{trunk.vocab_size - 1}")
     if request.max_new_tokens < 1:
         raise UserError(f"max_new_tokens={request.max_new_tokens}: ask for at least 1")
-    if trunk.context is None:
+    horizon = trunk.horizon(size)
+    if horizon is None:
         return request.max_new_tokens
-    if size >= trunk.context:
+    if size >= horizon:
         raise UserError(
-            f"prompt {row} has {size} tokens and the trunk's context is {trunk.context}: shorten it to at most"
-            f" {trunk.context - 1}"
+            f"prompt {row} has {size} tokens and the trunk's context is {horizon}: shorten it to at most {horizon - 1}"
         )
-    return min(request.max_new_tokens, trunk.context - size)
+    return min(request.max_new_tokens, horizon - size)

@@ -1,9 +1,10 @@
-"""Which trunk heads belong to: a hash of the config's shape and of sampled slices of the source weights."""
+"""Which trunk heads belong to: a hash of the config's shape and of a few values of every weight."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +12,41 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-SAMPLES = 8  # tensors looked at
-VALUES = 64  # leading values of each: enough to tell trunks apart, and no 16 GB are read
+VALUES = 64  # leading values of each tensor: enough to tell trunks apart, and no 16 GB are read
+ROUNDS_ALIKE = (torch.float64, torch.float32, torch.bfloat16)  # loads that agree once rounded to bf16
 
 
 def fingerprint(model: Any) -> str:
-    """Sixteen hexadecimal digits that name a model's source weights.
+    """Sixteen hexadecimal digits that name a model's weights, the same in whatever type they are loaded.
 
-    The source files are read where there are any, so that a bf16 or quantised load of the same trunk matches;
-    a model made in memory is read itself.
+    Values are rounded to bf16 and tensors named by their content alone, since the library's names for them move. A
+    quantised or fp16 load no longer holds those values: there the source files are read, if they are at hand.
     """
     config = model.config.get_text_config()
     shape = {
         key: getattr(config, key, None) for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
     }
+    exact = model.dtype in ROUNDS_ALIKE and getattr(model, "hf_quantizer", None) is None
+    source = Path(getattr(model, "name_or_path", "") or "/nonexistent")
+    tensors = _of_files(source) if not exact and any(source.glob("*.safetensors")) else _of_memory(model)
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    source = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "")
-    for name, values in _from_files(Path(source)) if source and Path(source).is_dir() else _from_memory(model):
-        digest.update(name.encode())
-        digest.update(values.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+    for part in sorted({_part(values) for values in tensors}):  # a set: tied weights may be listed once or twice
+        digest.update(part)
     return digest.hexdigest()[:16]
 
 
-def _spread(names: list[str]) -> list[str]:
-    """``SAMPLES`` names, evenly spread over the sorted list."""
-    names = sorted(names)
-    count = min(SAMPLES, len(names))
-    return [names[index * (len(names) - 1) // max(count - 1, 1)] for index in range(count)]
+def _part(values: Tensor) -> bytes:
+    rounded = values.detach().cpu().float().bfloat16().float()
+    return hashlib.sha256(rounded.contiguous().numpy().tobytes()).digest()
 
 
-def _from_files(folder: Path) -> list[tuple[str, Tensor]]:
-    where: dict[str, Path] = {}
+def _of_files(folder: Path) -> Iterator[Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
-            where.update(dict.fromkeys(weights.keys(), file))
-    sampled = []
-    for name in _spread(list(where)):
-        with safe_open(where[name], framework="pt") as weights:
-            rows = weights.get_slice(name)
-            sampled.append((name, rows[:1].flatten()[:VALUES]))
-    return sampled
+            for name in weights.keys():  # noqa: SIM118 - not a dict
+                yield weights.get_slice(name)[:1].flatten()[:VALUES]
 
 
-def _from_memory(model: Any) -> list[tuple[str, Tensor]]:
-    weights = dict(model.named_parameters())  # a tied weight is listed once, as it is saved once
-    return [(name, weights[name][:1].flatten()[:VALUES]) for name in _spread(list(weights))]
+def _of_memory(model: Any) -> Iterator[Tensor]:
+    for parameter in model.parameters():
+        yield parameter[:1].flatten()[:VALUES]

@@ -51,9 +51,9 @@ class HeadsConfig:
         for name, value, options in (("kind", self.kind, KINDS), ("projection", self.projection, PROJECTIONS)):
             if value not in options:
                 raise UserError(f"heads.{name}={value!r}: choose from {', '.join(options)}{nearest(value, options)}")
-        for name, value in (("num", self.num), ("layers", self.layers)):
-            if value < 1:
-                raise UserError(f"heads.{name}={value}: give at least 1")
+        for name, number in (("num", self.num), ("layers", self.layers)):
+            if number < 1:
+                raise UserError(f"heads.{name}={number}: give at least 1")
 
     def reads(self, head: int) -> int:
         """How many tokens after t head ``head`` reads: t+1 … t+reads."""
@@ -102,17 +102,23 @@ class MedusaHeads(nn.Module):
         for head in range(config.num):
             vocab = trunk.vocab_size if config.projection == "own" else None
             made = Head(config.layers, trunk.hidden_size, extra * config.reads(head), vocab, output.bias is not None)
+            made.to(output.weight.device, trunk.dtype)  # before copying: a detour by fp32 would round fp64 weights
             if made.projection is not None:
                 made.projection.weight.data.copy_(output.weight)  # a head starts as the trunk's own
                 if output.bias is not None:
                     made.projection.bias.data.copy_(output.bias)
             self.heads.append(made)
-        self.to(output.weight.device, trunk.dtype)
 
     @property
     def trunk(self) -> Trunk:
         """The trunk these heads draft for."""
         return self._trunk[0]
+
+    def head(self, index: int) -> Head:
+        """Head ``index``, 0 for the nearest token."""
+        head = self.heads[index]
+        assert isinstance(head, Head)
+        return head
 
     def features(self, head: int, hidden: Tensor, context: Tensor | None) -> Tensor:
         """State [.., D] -> the head's own state [.., D].
@@ -120,11 +126,11 @@ class MedusaHeads(nn.Module):
         ``context`` [.., reads * E] holds the embeddings of the tokens after t that the head reads, in order; None for
         a head that reads none.
         """
-        return self.heads[head](hidden, context)
+        return self.head(head)(hidden, context)
 
     def logits(self, head: int, features: Tensor) -> Tensor:
         """Features [.., D] -> logits [.., V], with the trunk's own scale and softcap."""
-        projection = self.heads[head].projection
+        projection = self.head(head).projection
         if projection is None:
             return self.trunk.project(features)
         return self.trunk.project(features, projection.weight, projection.bias)
@@ -133,6 +139,15 @@ class MedusaHeads(nn.Module):
         """Flatten embeddings [.., n, E] of the tokens t+1 … t+n, n >= reads, to what head ``head`` reads."""
         reads = self.config.reads(head)
         return embedded[..., :reads, :].flatten(-2) if reads else None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [.., E] as heads read them: the trunk's, each scaled to a root mean square of 1.
+
+        A trunk's raw embeddings are often a hundred times smaller than its states, and would be learnt slowly beside
+        them.
+        """
+        embedded = self.trunk.embed(ids)
+        return nn.functional.rms_norm(embedded, embedded.shape[-1:])
 
     def draftable(self, logits: Tensor) -> Tensor:
         """Logits without the vocabulary rows that the tokenizer lacks: [.., V] -> [.., draftable]."""

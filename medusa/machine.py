@@ -6,11 +6,11 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 import torch
-import transformers
 
 
 def describe() -> dict[str, str | int]:
@@ -24,7 +24,7 @@ def describe() -> dict[str, str | int]:
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
     }
 
 

@@ -58,8 +58,8 @@ def tree_error(trunk: Trunk) -> float:
             path = tree.shape.ancestors[0, node].nonzero()[:, 0]
             text = torch.cat([prompt[row, :kept], tokens[row, path]])[None]
             plain = trunk.forward(text).logits[0, -1]
-            error = (logits[row, node] - plain).abs().max() / plain.abs().max().clamp(min=1.0)
-            worst = torch.maximum(worst, error.double().cpu())
+            apart = (logits[row, node] - plain).abs().max() / plain.abs().max().clamp(min=1.0)
+            worst = torch.maximum(worst, apart.double().cpu())
     return worst.item()
 
 

@@ -11,42 +11,102 @@ import transformers
 from torch import Tensor
 
 from medusa.accept import Acceptance
+from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk, TrunkOutput
 
 VOCAB = 65
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+_GPT_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "tie_word_embeddings": False}
+_GROUPED = {**_SIZES, "num_key_value_heads": 2}
+_GEMMA = {**_GROUPED, "head_dim": 8, "sliding_window": 8, "tie_word_embeddings": False}
+# family: its classes' common prefix, what else differs in their names, and its config
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "", _GROUPED),
+    "gpt2": ("GPT2", "", _GPT_SIZES),
+    "neox": ("GPTNeoX", "", _SIZES),
+    "mistral": ("Mistral", "", {**_GROUPED, "sliding_window": 8}),
+    "gemma2": ("Gemma2", "", {**_GEMMA, "final_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3", "Text", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
+    "phi": ("Phi", "", _SIZES),
+    "gptj": ("GPTJ", "", {**_GPT_SIZES, "rotary_dim": 4}),
+    "cohere": ("Cohere", "", {**_GROUPED, "logit_scale": 0.25}),
+    "granite": ("Granite", "", {**_GROUPED, "logits_scaling": 4.0}),
+}
 
 
-def tiny_trunk(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Trunk:
-    """A random trunk of family ``llama`` (grouped heads), ``gpt2`` or ``neox``, 65 symbols, id 0 a frequent answer.
+def tiny_model(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
+    """A random model of a family of :data:`FAMILIES`, 65 symbols, id 0 a frequent answer.
 
     ``changes`` override fields of the family's config.
     """
+    prefix, infix, own = FAMILIES[family]
     common = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    makers: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"num_key_value_heads": 2}),
-        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, {}),
-        "neox": (transformers.GPTNeoXConfig, transformers.GPTNeoXForCausalLM, {}),
-    }
-    config_class, model_class, own = makers[family]
-    if family == "gpt2":
-        sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    else:
-        sizes = {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 128,
-        }
+    config = getattr(transformers, f"{prefix}{infix}Config")(**(common | own | changes))
+    name = f"{prefix}LMHeadModel" if family == "gpt2" else f"{prefix}ForCausalLM"
+    model = getattr(transformers, name)(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
-    model = model_class(config_class(**(common | sizes | own | changes))).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1:  # wide weights: the laws are peaked, and the text does not settle on one token
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.3)
-        model.get_output_embeddings().weight[0] *= 2.0  # id 0 often wins: a pad taken for a token would show
-    return Trunk(model)
+            wide = parameter.ndim > 1  # wide weights: the laws are peaked, and the text does not settle on one token
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * (0.3 if wide else 0.1)
+            parameter.copy_(noise if wide else parameter + noise)
+        model.get_output_embeddings().weight[0] *= 3.0  # id 0 often wins: a pad taken for a token would show
+    return model
+
+
+def tiny_trunk(family: str, **options: Any) -> Trunk:
+    """A trunk of :func:`tiny_model`, which has the options."""
+    return Trunk(tiny_model(family, **options))
+
+
+@torch.no_grad()
+def memorising_heads(
+    trunk: Trunk, config: HeadsConfig, texts: Sequence[Sequence[int]], *, seed: int = 0
+) -> MedusaHeads:
+    """Heads that know ``texts`` by heart: random blocks, and projections fitted to what follows by least squares.
+
+    Good guesses without training, as long as there are fewer tokens than features: paths of every depth are accepted.
+    """
+    heads = random_heads(trunk, config, seed=seed)
+    assert config.projection == "own", "a shared projection can't be fitted"
+    for head in range(config.num):
+        features, answers = [], []
+        reads = config.reads(head)
+        for text in texts:
+            ids = torch.tensor([list(text)], device=trunk.device)
+            known = len(text) - 2 - head  # states with an answer
+            if known < 1:
+                continue
+            after = torch.stack([torch.arange(t + 1, t + 1 + max(reads, 1)) for t in range(known)])
+            context = heads.context(head, heads.embed(ids[:, after]))
+            features.append(heads.features(head, trunk.forward(ids).hidden[:, :known], context)[0])
+            answers.append(ids[0, 2 + head :])
+        target = torch.nn.functional.one_hot(torch.cat(answers), trunk.vocab_size).to(trunk.dtype)
+        solved = torch.linalg.lstsq(torch.cat(features), target - 0.5).solution
+        projection = heads.head(head).projection
+        assert projection is not None
+        projection.weight.copy_(solved.T)
+        if projection.bias is not None:
+            projection.bias.zero_()
+    return heads
+
+
+@torch.no_grad()
+def random_heads(trunk: Trunk, config: HeadsConfig, *, seed: int = 0, scale: float = 0.3) -> MedusaHeads:
+    """Heads with every parameter moved off its start, so that nothing they read is without effect."""
+    heads = MedusaHeads(config, trunk)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in heads.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale
+        parameter.copy_(parameter + noise.to(parameter))
+    return heads.eval()
 
 
 @torch.no_grad()
@@ -59,13 +119,16 @@ def plain_greedy(trunk: Trunk, prompt: Sequence[int], tokens: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def random_topology(rng: random.Random, size: int, ranks: int = 6) -> Topology:
-    """A random tree of at most ``size`` nodes: each node under a random earlier one, at a random free rank."""
+def random_topology(rng: random.Random, size: int, ranks: int = 6, depth: int | None = None) -> Topology:
+    """A random tree of ``size`` nodes: each under a random earlier one, at a free rank, at most ``depth`` deep."""
     paths: list[tuple[int, ...]] = [()]
-    for _ in range(size - 1):
-        path = (*rng.choice(paths), rng.randrange(ranks))
+    inner: list[tuple[int, ...]] = [()]  # nodes that may have children
+    while len(paths) < size:
+        path = (*rng.choice(inner), rng.randrange(ranks))
         if path not in paths:
             paths.append(path)
+            if depth is None or len(path) < depth:
+                inner.append(path)
     return Topology.from_paths(paths[1:]) if len(paths) > 1 else Topology.root()
 
 
@@ -116,12 +179,8 @@ class ScriptedSession:
 
     def _row_tree(self, row: int, root: int) -> tuple[list[int], list[int], list[bool]]:
         rng, script, size = self.rng, self.scripts[row], self.drafter.size
-        parents, tokens, valid, truth = (
-            [-1],
-            [root],
-            [True],
-            [self.at[row]],
-        )  # truth: script index of the next token, or -1
+        parents, tokens, valid = [-1], [root], [True]
+        truth = [self.at[row]]  # per node, the script's index of what follows it, or -1 off the script
         children: dict[int, set[int]] = {0: set()}
         while len(parents) < size:
             parent = rng.randrange(len(parents))

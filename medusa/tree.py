@@ -77,7 +77,10 @@ class Topology:
         Raises:
             UserError: a path is empty or given twice, or the list is neither of the two forms.
         """
-        given = [tuple(int(rank) for rank in path) for path in paths]
+        given = [tuple(path) for path in paths]
+        for path in given:
+            if not all(isinstance(rank, int) and rank >= 0 for rank in path):
+                raise UserError(f"path {list(path)} in the tree: ranks are whole numbers from 0")
         unique = set(given)
         for index, path in enumerate(given):
             if not path:
@@ -141,6 +144,15 @@ class Topology:
             paths.append((*paths[parent], rank))
         return tuple(paths)
 
+    def by_depth(self) -> tuple[Topology, list[int]]:
+        """The same tree with its nodes ordered by depth, and where each of this tree's nodes stands in it."""
+        order = sorted(range(self.size), key=lambda node: self.depths[node])  # stable: parents stay first
+        place = [0] * self.size
+        for new, node in enumerate(order):
+            place[node] = new
+        parents = tuple(place[self.parents[node]] if node else -1 for node in order)
+        return Topology(parents, tuple(self.ranks[node] for node in order)), place
+
     def trim(self, depth: int) -> Topology:
         """The same tree without the nodes deeper than ``depth``."""
         if depth >= self.depth:
@@ -168,24 +180,48 @@ class Shape:
     """What verification needs of a tree's shape; the leading dimension is 1 where all rows share it.
 
     ``ancestors`` bool [B|1, N, N], ``depths`` int64 [B|1, N], ``parents`` int64 [B|1, N] with the root its own
-    parent, so that it can be used to gather; ``levels`` is a bound on depth + 1 known to the host.
+    parent, so that it can be used to gather; ``paths`` int64 [B|1, N, A] lists the way from the root to each node,
+    -1 beyond it, where A is a bound on depth + 1 known to the host.
     """
 
     ancestors: Tensor
     depths: Tensor
     parents: Tensor
-    levels: int
+    paths: Tensor
 
     @classmethod
     def of(cls, parents: Tensor, levels: int | None = None) -> Shape:
-        """Compute from int ``parents`` [B|1, N]."""
+        """Compute from int ``parents`` [B|1, N]; ``levels`` is A if it is known to be less than N."""
         ancestors = ancestor_matrix(parents)
-        return cls(ancestors, ancestors.sum(-1) - 1, parents.clamp(min=0), levels or parents.shape[-1])
+        depths = ancestors.sum(-1) - 1
+        levels = levels or parents.shape[-1]
+        # each node's ancestors scattered to their depth; all others go to a column that is dropped
+        column = torch.where(ancestors, depths[:, None, :], levels)
+        nodes = torch.arange(parents.shape[-1], device=parents.device).expand_as(column)
+        paths = column.new_full((*parents.shape, levels + 1), -1).scatter_(2, column, nodes)[..., :-1]
+        return cls(ancestors, depths, parents.clamp(min=0), paths)
 
     @classmethod
     def static(cls, topology: Topology, device: torch.device | str) -> Shape:
         """The shape shared by all rows of a static tree: made once per topology and device."""
         return cls.of(torch.tensor([topology.parents], device=device), topology.depth + 1)
+
+    @property
+    def levels(self) -> int:
+        """A: no node is deeper than this less one."""
+        return self.paths.shape[-1]
+
+    @cached_property
+    def off_path(self) -> Tensor:
+        """Bool [B|1, N, N]: the nodes whose token a node does not depend on: all but its ancestors below the root."""
+        off_path = ~self.ancestors
+        off_path[..., 0] = True  # the root was chosen before
+        return off_path
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """Bool [B|1, N, N]: the nodes that a node must not see."""
+        return ~self.ancestors
 
 
 @dataclass(frozen=True)
@@ -227,10 +263,10 @@ def attention_bias(
         return None
     lowest = torch.finfo(dtype).min
     if shared:
-        inside = torch.zeros(shape.ancestors.shape, dtype=dtype, device=shape.ancestors.device)
-        inside.masked_fill_(~shape.ancestors, lowest)
-        inside = torch.nn.functional.pad(inside, (lengths[0], 0))
-        return torch.nn.functional.pad(inside, (0, total - inside.shape[-1]), value=lowest)[:, None]
+        bias = torch.zeros(*shape.hidden.shape[:2], total, dtype=dtype, device=shape.hidden.device)
+        bias[..., lengths[0] : lengths[0] + size].masked_fill_(shape.hidden, lowest)
+        bias[..., lengths[0] + size :] = lowest
+        return bias[:, None]
     device = shape.depths.device
     length_B1 = torch.tensor(lengths, device=device)[:, None]
     slot_BT = torch.arange(total, device=device) - length_B1  # < 0: the prefix; 0 .. N-1: the tree's nodes

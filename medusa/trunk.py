@@ -55,9 +55,14 @@ class Trunk:
                 f"model type {self.family!r} is an encoder-decoder: a trunk must be a causal language model"
             )
         parameters = inspect.signature(model.forward).parameters
+        self._refuse_biased(parameters)
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keeps = "logits_to_keep" in parameters
+        self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
+        if self._head is None:
+            raise UserError(f"model type {self.family!r} has no language-modelling head: give a causal language model")
         self.windows = self._find_windows()
+        self._turning_point = self._find_turning_point()
         self.layers = self._find_layers()
         if check:
             check_tree(self)
@@ -86,15 +91,17 @@ class Trunk:
                 )
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, revision=revision, **options)
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-        except OSError as error:
-            reason = str(error).strip().splitlines()[0]
+        except (OSError, ValueError, KeyError, TypeError) as error:  # what from_pretrained raises for a bad folder
+            if isinstance(error, UserError):
+                raise
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
             raise UserError(f"trunk {name} cannot be loaded: {reason} (give a folder or a hub id)") from error
         return cls(model.to(device) if device is not None else model, tokenizer, check=check)
 
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
-        return self.model.get_input_embeddings().weight.device
+        return self._embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,8 +116,7 @@ class Trunk:
     @property
     def hidden_size(self) -> int:
         """D: size of the state the language-modelling head reads."""
-        head = self.model.get_output_embeddings()
-        return head.weight.shape[-1]
+        return self._head.weight.shape[-1]
 
     @property
     def draftable(self) -> int:
@@ -124,6 +130,16 @@ class Trunk:
             if isinstance(getattr(self.config, key, None), int):
                 return getattr(self.config, key)
         return None
+
+    def horizon(self, length: int) -> int | None:
+        """The position that a text of ``length`` tokens may not reach; None if there is no limit.
+
+        Where rotary frequencies depend on a forward's largest position, what is cached on one side of that change is
+        wrong on the other: a text that begins before it ends there.
+        """
+        if self._turning_point is not None and (length < self._turning_point or self._turns_ever_after):
+            return self._turning_point
+        return self.context
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -141,7 +157,7 @@ class Trunk:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings of ``ids``: [.., D_in]."""
-        return self.model.get_input_embeddings()(ids)
+        return self._embedding(ids)
 
     def project(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Logits of states [.., D], through the trunk's own projection or one of the same form.
@@ -149,9 +165,8 @@ class Trunk:
         Applies what the trunk does after it (Cohere's scale, Granite's division, Gemma's softcap). Whether that is
         the trunk's own path is what ``check_projection`` finds out.
         """
-        head = self.model.get_output_embeddings()
         if weight is None:
-            weight, bias = head.weight, head.bias
+            weight, bias = self._head.weight, self._head.bias
         logits = torch.nn.functional.linear(hidden, weight, bias)
         if (scale := getattr(self.config, "logit_scale", None)) is not None:
             logits = logits * scale
@@ -166,7 +181,7 @@ class Trunk:
         self,
         ids_BT: Tensor,
         cache: SlotCache | None = None,
-        mask: Tensor | dict[str, Tensor] | None = None,
+        mask: Tensor | dict[str, Tensor | None] | None = None,
         positions_BT: Tensor | None = None,
         keep: int | Tensor = 0,
         layers: Sequence[int] = (),
@@ -213,14 +228,35 @@ class Trunk:
         total = cache.reserve(tree.size)
         start_B1 = torch.tensor(lengths, device=tree.tokens_BN.device)[:, None]
         positions_BN = start_B1 + tree.shape.depths
-        if self.context is not None:
-            positions_BN = positions_BN.clamp(max=self.context - 1)  # only invalid nodes can lie beyond it
+        horizon = self.horizon(min(lengths))
+        if horizon is not None and cache.longest + tree.shape.levels > horizon:
+            positions_BN = positions_BN.clamp(max=horizon - 1)  # nodes beyond it are past a row's limit
         masks = {
             kind: attention_bias(tree.shape, lengths, total, self.dtype, window)
             for kind, window in self.windows.items()
         }
         mask = masks if self._by_type else masks["full_attention"]
         return self.forward(tree.tokens_BN, cache, mask, positions_BN)
+
+    def _refuse_biased(self, parameters: Any) -> None:
+        """Refuse by name what no short trial would show: attention that does not go by explicit positions."""
+        local = "local" in (getattr(self.config, "attention_layers", None) or ())
+        if "position_ids" not in parameters or getattr(self.config, "alibi", False) or local:
+            raise UserError(
+                f"model type {self.family!r} does not attend by explicit positions (it has ALiBi or local layers), so a"
+                " token tree can't be scored exactly: use a trunk with rotary or learned positions"
+            )
+
+    def _find_turning_point(self) -> int | None:
+        """The position at which rotary frequencies change, if they do; whether they go on changing beyond it."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        kinds = [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
+        self._turns_ever_after = any(kind.get("rope_type") == "dynamic" for kind in kinds)
+        for kind in kinds:
+            if kind.get("rope_type") in ("longrope", "dynamic"):
+                own = getattr(self.config, "original_max_position_embeddings", None)
+                return kind.get("original_max_position_embeddings") or own or self.context
+        return None
 
     def _find_windows(self) -> dict[str, int | None]:
         """Sliding window per layer type; a model without layer types has one entry, for all of its layers."""

@@ -34,8 +34,8 @@ def weights(num: int, decay: float = 0.8) -> Tensor:
 def default_chunk(vocab: int) -> int:
     """Pairs per chunk for a vocabulary of ``vocab``: a power of two, at most 2^24 logits where that leaves 64 pairs.
 
-    2^24 are 64 MiB in fp32. Larger chunks gain little where V is large (each chunk makes a gradient of the projection,
-    which is small beside 256 rows of logits), and from 4096 rows on nothing where V is small.
+    2^24 are 64 MiB in fp32. Each chunk also makes and adds a whole gradient of the projection, hence not fewer; where V
+    is small, 1024 to 4096 pairs take the same time, and 128 half as long again.
     """
     return min(4096, max(64, 1 << (2**24 // vocab).bit_length() - 1))
 
@@ -127,13 +127,16 @@ def multi_head_loss(
     assert hidden_BTD.shape[:2] == ids_BT.shape == labels_BT.shape
     assert segments_BT is None or segments_BT.shape == ids_BT.shape
     assert teacher is None or teacher.shape[:2] == ids_BT.shape
-    flat_teacher = None if teacher is None else teacher.detach().flatten(0, 1)
+    hidden_MD, labels_M = hidden_BTD.flatten(0, 1), labels_BT.flatten()
+    with torch.no_grad():  # once for all heads: as large as the states
+        embedded_ME = heads.embed(ids_BT.flatten())
+    teacher_MV = None if teacher is None else teacher.detach().flatten(0, 1)
     sums, counts, top1, top5 = [], [], [], []
     for head in range(num):
         index_N = pair_mask(labels_BT, segments_BT, head).flatten().nonzero()[:, 0]
-        work = _Work(heads, head, ids_BT.flatten(), labels_BT.flatten(), flat_teacher, index_N, chunk)
+        work = _Work(heads, head, embedded_ME, labels_M, teacher_MV, index_N, chunk)
         parameters = heads.heads[head].parameters()
-        loss, hits = _GradientsInForward.apply(work, torch.is_grad_enabled(), hidden_BTD.flatten(0, 1), *parameters)
+        loss, hits = _GradientsInForward.apply(work, torch.is_grad_enabled(), hidden_MD, *parameters)
         sums.append(loss)
         counts.append(index_N.numel())
         top1.append(hits[0])
@@ -148,7 +151,7 @@ class _Work:
 
     heads: MedusaHeads
     head: int
-    ids_M: Tensor
+    embedded_ME: Tensor
     labels_M: Tensor
     teacher_MV: Tensor | None
     index_N: Tensor
@@ -159,9 +162,7 @@ class _Work:
         context = None
         if reads := self.heads.config.reads(self.head):
             offsets = torch.arange(1, reads + 1, device=index_C.device)
-            with torch.no_grad():
-                embedded = self.heads.trunk.embed(self.ids_M[index_C[:, None] + offsets])
-                context = self.heads.context(self.head, embedded)
+            context = self.heads.context(self.head, self.embedded_ME[index_C[:, None] + offsets])
         return self.heads.logits(self.head, self.heads.features(self.head, hidden_CD, context))
 
     def score(self, logits_CV: Tensor, index_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,35 +193,41 @@ class _GradientsInForward(torch.autograd.Function):
     def forward(ctx: Any, work: _Work, track: bool, hidden_MD: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
         states_wanted = track and ctx.needs_input_grad[2]
         learners = [p for p in parameters if track and p.requires_grad]
-        losses, hits, sums = [], [], []
+        losses, hits = [], []
+        sums: list[Tensor] = []
         states_grad = torch.zeros_like(hidden_MD) if states_wanted else None
         for index_C in work.index_N.split(work.chunk):  # of no pairs there is one chunk, an empty one: zero gradients
             hidden_CD = hidden_MD[index_C].requires_grad_(states_wanted)
-            with torch.set_grad_enabled(states_wanted or bool(learners)):
-                logits_CV = work.logits(hidden_CD, index_C)
-            loss, hit, gradient_CV = work.score(logits_CV.detach(), index_C)
+            loss, hit, grads = _learn(work, index_C, hidden_CD, learners)
             losses.append(loss)
             hits.append(hit)
-            if not logits_CV.requires_grad:
-                continue
-            leaves = [hidden_CD, *learners] if states_wanted else learners
-            grads = list(torch.autograd.grad(logits_CV, leaves, gradient_CV.to(logits_CV.dtype)))
-            del logits_CV, gradient_CV  # before the next chunk makes its own
             if states_grad is not None:
-                states_grad[index_C] = grads.pop(0)
+                states_grad[index_C] = grads.pop()
             sums = _add(sums, grads)
-        made = iter([total.to(p.dtype) for total, p in zip(sums, learners, strict=True)])
+            del grads  # as large as the projection: gone before the next chunk makes its own
+        made = [total.to(learner.dtype) for total, learner in zip(sums, learners, strict=True)]
         ctx.present = [states_wanted, *(track and p.requires_grad for p in parameters)]
         ctx.save_for_backward(*([states_grad] if states_grad is not None else []), *made)
-        loss, hit = torch.stack(losses).sum(), torch.stack(hits).sum(0)
-        ctx.mark_non_differentiable(hit)
-        return loss, hit
+        return torch.stack(losses).sum(), torch.stack(hits).sum(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, scale: Tensor, _hits: Tensor) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
         return None, None, *(next(saved) * scale if present else None for present in ctx.present)
+
+
+def _learn(
+    work: _Work, index_C: Tensor, hidden_CD: Tensor, learners: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Loss sum, hits [2] and the gradients of one chunk: of ``learners``, then of the states if they require one."""
+    leaves = [*learners, hidden_CD] if hidden_CD.requires_grad else [*learners]
+    with torch.set_grad_enabled(bool(leaves)):
+        logits_CV = work.logits(hidden_CD, index_C)
+    loss, hits, gradient_CV = work.score(logits_CV.detach(), index_C)
+    if not leaves:
+        return loss, hits, []
+    return loss, hits, list(torch.autograd.grad(logits_CV, leaves, gradient_CV.to(logits_CV.dtype)))
 
 
 def _add(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:

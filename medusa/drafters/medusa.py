@@ -42,15 +42,16 @@ class MedusaDrafter:
 
 
 class _Level:
-    """The nodes of one depth: their parents that have children, and which candidate of its parent each node takes."""
+    """The nodes of one depth: their parents that have children, and which candidate of its parent each node takes.
+
+    The topology is ordered by depth, so that a tree is the concatenation of its levels.
+    """
 
     def __init__(self, topology: Topology, depth: int, device: torch.device) -> None:
         nodes = [node for node in range(topology.size) if topology.depths[node] == depth]
         ways = sorted({topology.parents[node] for node in nodes})
         place = {parent: index for index, parent in enumerate(ways)}
         self.ranks = max(topology.ranks[node] for node in nodes) + 1
-        # nodes are ordered by depth, so a level is a run and the tree is the levels' concatenation
-        self.start = nodes[0]
         self.choice_n = torch.tensor(
             [place[topology.parents[node]] * self.ranks + topology.ranks[node] for node in nodes], device=device
         )
@@ -68,7 +69,9 @@ class _Plan:
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self.shape = Shape.static(topology, device)
-        self.levels = [_Level(topology, depth, device) for depth in range(1, topology.depth + 1)]
+        ordered, place = topology.by_depth()
+        self.levels = [_Level(ordered, depth, device) for depth in range(1, topology.depth + 1)]
+        self.place_N = None if ordered == topology else torch.tensor(place, device=device)
         self.depth_n = torch.tensor([depth - 1 for depth in topology.depths[1:]], device=device)
         self.rank_n = torch.tensor(topology.ranks[1:], device=device)
         self.ranks = max(topology.ranks) + 1
@@ -102,7 +105,7 @@ class MedusaSession:
     def _fill_at_once(self, plan: _Plan, root_B1: Tensor) -> Tensor:
         """Heads that read no drafted token give all levels' candidates in one go."""
         heads = self.heads
-        embedded_B1E = heads.trunk.embed(root_B1)
+        embedded_B1E = heads.embed(root_B1)
         logits = []
         for head in range(len(plan.levels)):
             features_BD = heads.features(head, self.hidden_BD, heads.context(head, embedded_B1E))
@@ -113,7 +116,7 @@ class MedusaSession:
     def _fill_by_level(self, plan: _Plan, tokens_BN: Tensor) -> Tensor:
         """Hydra: each level reads the tokens drafted on the way to it."""
         heads = self.heads
-        embedded_BNE = heads.trunk.embed(tokens_BN)
+        embedded_BNE = heads.embed(tokens_BN)
         for head, level in enumerate(plan.levels):
             lineage = level.lineage_WC
             context_BW = heads.context(head, embedded_BNE[:, lineage])
@@ -123,8 +126,8 @@ class MedusaSession:
             new_Bn = best_BWR.flatten(1)[:, level.choice_n]
             tokens_BN = torch.cat([tokens_BN, new_Bn], 1)
             if head + 1 < len(plan.levels):
-                embedded_BNE = torch.cat([embedded_BNE, heads.trunk.embed(new_Bn)], 1)
-        return tokens_BN
+                embedded_BNE = torch.cat([embedded_BNE, heads.embed(new_Bn)], 1)
+        return tokens_BN if plan.place_N is None else tokens_BN[:, plan.place_N]
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
         """Keep the state of the last accepted node."""

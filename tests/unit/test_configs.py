@@ -1,11 +1,19 @@
-"""The recipes that ship with the package are found by name."""
+"""The recipes that ship with the package: found by name, parsed, and planned without loading data or weights."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
+from medusa import __main__ as cli
 from medusa import configs
 from medusa.errors import UserError
+from medusa.train.cli import read_config
+from medusa.train.newtrunk import maker_of
+from medusa.train.plan import inner_size
+from medusa.train.record import to_yaml
 
 
 def test_every_shipped_recipe_is_found_by_name() -> None:
@@ -17,3 +25,55 @@ def test_every_shipped_recipe_is_found_by_name() -> None:
 def test_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"'tinyshakespear' \(did you mean tinyshakespeare"):
         configs.path("tinyshakespear")
+
+
+@pytest.mark.parametrize("name", configs.names())
+def test_a_recipe_opens_with_its_command_and_is_named_as_its_run(name: str) -> None:
+    opening = configs.path(name).read_text().partition("\n\n")[0]
+    assert all(line.startswith("#") for line in opening.splitlines())
+    assert f"#   medusa train {name}\n" in opening + "\n"
+    assert read_config([name])[0].run == f"runs/{name}"
+
+
+@pytest.mark.parametrize("name", configs.names())
+def test_a_recipe_is_planned_without_data_or_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # no text is read
+    assert cli.main(["train", name, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert f"runs/{name}" in out and "heads " in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", configs.names())
+def test_a_recipe_survives_being_written_down(name: str, tmp_path: Path) -> None:
+    config = read_config([name])[0]
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read_config([str(tmp_path / "config.yaml")])[0] == config
+
+
+@pytest.mark.parametrize("name", configs.names())
+def test_a_recipe_makes_its_trunk_or_names_one_that_another_makes(name: str) -> None:
+    config = read_config([name])[0]
+    assert config.trunk.new is not None or maker_of(config.trunk.name or "") in configs.names()
+
+
+def test_the_three_kinds_are_compared_at_equal_tokens_on_one_trunk() -> None:
+    recipes = [read_config([name])[0] for name in configs.names() if name.startswith("tinyshakespeare")]
+    assert {recipe.heads.kind for recipe in recipes} == {"medusa", "root", "hydra"}
+    tokens = {(r.heads_training.steps, r.heads_training.batch, r.data.block, r.heads.num) for r in recipes}
+    assert len(tokens) == 1
+
+
+def test_the_demo_trunk_is_large_enough_to_be_honest() -> None:
+    new = read_config(["tinyshakespeare"])[0].trunk.new
+    assert new is not None and inner_size(new) >= 800_000
+
+
+def test_the_command_line_overrides_a_recipe() -> None:
+    argv = ["tinyshakespeare", "--heads.num", "3", "--trunk.new.layers=2", "--calibration.sizes", "[1,4]"]
+    config, _ = read_config(argv)
+    assert config.heads.num == 3 and config.calibration.sizes == (1, 4)
+    assert config.trunk.new is not None and config.trunk.new.layers == 2 and config.trunk.new.hidden == 128

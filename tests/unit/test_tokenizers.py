@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from medusa.data.corpus import DataConfig
-from medusa.data.tokenizers import END_OF_TEXT, char_tokenizer, encode, load_tokenizer, train_bpe
+from medusa.data.tokenizers import END_OF_TEXT, char_tokenizer, load_tokenizer, train_bpe
+from medusa.encoding import encode
 from medusa.errors import UserError
 
 ALPHABET = "\n !$&',-.3:;?" + string.ascii_uppercase + string.ascii_lowercase  # tinyshakespeare's

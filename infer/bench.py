@@ -1,0 +1,282 @@
+"""The benchmark: plain ``generate``, our loop without drafts and our loop with the tree, in one process, in turns.
+
+``bench`` measures and returns a report that JSON can hold; ``run_bench`` is what ``medusa bench`` calls.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from medusa.drafters.base import Drafter
+from medusa.drafters.medusa import MedusaDrafter
+from medusa.drafters.none import NullDrafter
+from medusa.errors import UserError
+from medusa.machine import describe, pick_threads
+from medusa.trunk import Trunk
+
+from .measure import Run, compare, dissect, our_loop, plain_generate
+
+REFERENCE, NULL = "generate", NullDrafter.name
+DISSECTED = 4  # prompts whose steps are taken apart: some hundred steps, enough for medians
+LOSS_ROWS = 128, 256  # rows and tokens each: the mean is then good to about 0.01 nats
+RESAMPLES = 2000  # of the bootstrap: the ends of a 95 % interval then rest on 50 samples each
+# A first difference with a smaller top-2 logit gap is a near-tie; None: 4 units of rounding of the top logit.
+NEAR_TIE = {torch.float64: 0.0, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """How much is measured.
+
+    Args:
+        prompts: held-out prompts, 1 or more.
+        prompt_length: tokens per prompt.
+        max_new_tokens: tokens that every run emits, 2 or more; nothing ends a run earlier.
+        repeats: runs of each contender on each prompt.
+        seed: of the bootstrap behind the intervals.
+        threads: torch's threads, for all contenders; None takes 1 or all, whichever suits plain `generate` better.
+
+    Raises:
+        UserError: a number below its least value.
+    """
+
+    prompts: int = 16
+    prompt_length: int = 64
+    max_new_tokens: int = 200
+    repeats: int = 3
+    seed: int = 0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompts", 1), ("prompt_length", 1), ("max_new_tokens", 2), ("repeats", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name}={getattr(self, name)}: give at least {least}")
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"threads={self.threads}: give at least 1, or leave it out")
+
+
+def run_bench(folder: str, options: BenchOptions, out: str | None = None) -> int:
+    """Benchmark the checkpoint in ``folder``, print the tables and write the report to ``out`` (``folder``/report).
+
+    Returns the exit code: 1 if an output differs from plain ``generate`` by more than a near-tie, else 0.
+    """
+    from medusa.progress import progress
+
+    from .engine import Engine
+    from .prompts import heldout_prompts
+    from .report import print_report, write_report
+
+    run = Path(folder).expanduser()
+    engine = Engine.load(run)
+    prompts = heldout_prompts(run, options.prompts, options.prompt_length)
+    heldout = _loss_rows(run, engine.trunk)
+    _set_threads(engine.trunk, prompts[0], options.threads)
+    with progress(3 * len(prompts) * options.repeats, "benchmark") as advance:
+        report = bench(engine.trunk, engine.drafter, prompts, options, heldout=heldout, advance=advance)
+    target = Path(out).expanduser() if out else run / "report"
+    write_report(report, run, target)
+    print_report(report, target)
+    return 0 if report["identical"]["ok"] else 1
+
+
+def _loss_rows(run: Path, trunk: Trunk) -> list[list[int]]:
+    """Rows of held-out text for the trunk's loss; none where its documents are too short for them."""
+    from .prompts import heldout_prompts
+
+    count, length = LOSS_ROWS
+    try:
+        return heldout_prompts(run, count, min(length, trunk.context or length))
+    except UserError:  # the prompts, which are shorter, were found: so there is text, and only this figure is left out
+        return []
+
+
+def bench(
+    trunk: Trunk,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    options: BenchOptions,
+    *,
+    heldout: Sequence[Sequence[int]] = (),
+    advance: Callable[..., object] = lambda **_: None,
+) -> dict[str, Any]:
+    """Measure ``drafter`` against plain ``generate`` and the null drafter; return the report.
+
+    ``heldout``: rows of held-out text, of equal length, for the trunk's loss. ``advance(tokens=n)`` is
+    called after each run.
+
+    Raises:
+        UserError: prompt and new tokens together exceed the trunk's context.
+    """
+    tokens, longest = options.max_new_tokens, max(map(len, prompts))
+    if trunk.context is not None and longest + tokens > trunk.context:
+        raise UserError(
+            f"prompts of {longest} tokens and max_new_tokens={tokens} exceed the trunk's context of {trunk.context}:"
+            " ask for shorter prompts or fewer tokens"
+        )
+    drafters: dict[str, Drafter] = {NULL: NullDrafter(), drafter.name: drafter}
+    contenders = {REFERENCE: plain_generate(trunk)} | {name: our_loop(trunk, each) for name, each in drafters.items()}
+    runs = compare(contenders, prompts, tokens, options.repeats, advance)
+    anatomies = dissect(trunk, drafters, prompts[:DISSECTED], tokens)
+    pairs = [(of, over) for place, over in enumerate(contenders) for of in list(contenders)[place + 1 :]]
+    return {
+        "format": 1,
+        "options": asdict(options),
+        "machine": describe(),
+        "trunk": {
+            "family": trunk.family,
+            "parameters": trunk.model.num_parameters(),
+            "dtype": str(trunk.dtype).removeprefix("torch."),
+            "heldout_loss": heldout_loss(trunk, heldout) if heldout else None,
+        },
+        "drafter": describe_drafter(drafter) | {"node_share": anatomies[drafter.name].node_share},
+        "contenders": {name: summary(rows) for name, rows in runs.items()},
+        "speedups": [speedup(runs, of, over, options.seed) for of, over in pairs],
+        "accepted": accepted_by_depth(runs[drafter.name]),
+        "steps": {name: asdict(anatomy.cost) for name, anatomy in anatomies.items()},
+        "identical": identical(trunk, prompts, runs),
+        "repeated_4grams": repeated([rows[0].ids for rows in runs[REFERENCE]], 4),
+        "seconds": {name: [[run.seconds for run in row] for row in rows] for name, rows in runs.items()},
+    }
+
+
+def describe_drafter(drafter: Drafter) -> dict[str, Any]:
+    """Name, and for heads their number and parameters and the tree."""
+    if not isinstance(drafter, MedusaDrafter):
+        return {"name": drafter.name}
+    tree = drafter.topology
+    return {
+        "name": drafter.name,
+        "heads": asdict(drafter.heads.config),
+        "parameters": sum(parameter.numel() for parameter in drafter.heads.parameters()),
+        "tree": {"parents": list(tree.parents), "ranks": list(tree.ranks), "nodes": tree.size, "depth": tree.depth},
+    }
+
+
+def summary(rows: Sequence[Sequence[Run]]) -> dict[str, Any]:
+    """Totals over all runs of one contender. Tokens per step = tokens after the first / forwards after the prefill."""
+    runs = [run for row in rows for run in row]
+    tokens, seconds = sum(len(run.ids) for run in runs), sum(run.seconds for run in runs)
+    result: dict[str, Any] = {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "ms_per_token": 1e3 * seconds / tokens,
+        "tokens_per_step": (tokens - len(runs)) / sum(run.steps for run in runs),
+        "prefill_ms": None,
+        "decode_ms_per_token": None,
+    }
+    prefills = [run.prefill_seconds for run in runs if run.prefill_seconds is not None]
+    if prefills:
+        result["prefill_ms"] = 1e3 * median(prefills)
+        result["decode_ms_per_token"] = 1e3 * (seconds - sum(prefills)) / (tokens - len(runs))
+    return result
+
+
+def speedup(runs: dict[str, list[list[Run]]], of: str, over: str, seed: int) -> dict[str, Any]:
+    """How many times faster ``of`` is than ``over``: median over prompts, with a bootstrap 95 % interval over them.
+
+    A prompt's own ratio is the median over repeats of the ratio of two runs that stood next to each other in time.
+    """
+    ratios = [
+        median(slow.seconds / fast.seconds for slow, fast in zip(*pair, strict=True))
+        for pair in zip(runs[over], runs[of], strict=True)
+    ]
+    rng = random.Random(seed)
+    samples = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    low, high = samples[round(0.025 * RESAMPLES)], samples[round(0.975 * RESAMPLES) - 1]
+    return {"of": of, "over": over, "median": median(ratios), "low": low, "high": high}
+
+
+def accepted_by_depth(rows: Sequence[Sequence[Run]]) -> dict[str, list[float]]:
+    """``share[d-1]``: share of steps that accept d drafted tokens or more; ``conditional``: of those that accept d-1.
+
+    Both end at the greatest depth that any step reached.
+    """
+    accepted = [count for row in rows for run in row for count in run.accepted]
+    at_least = [sum(count >= depth for count in accepted) for depth in range(max(accepted) + 1)]
+    return {
+        "share": [count / len(accepted) for count in at_least[1:]],
+        "conditional": [count / before for before, count in pairwise(at_least)],
+    }
+
+
+def repeated(texts: Sequence[Sequence[int]], n: int) -> float:
+    """Share of repeated n-grams, 1 - distinct / all, averaged over texts: text that loops is easy to draft."""
+    shares = []
+    for text in texts:
+        grams = [tuple(text[start : start + n]) for start in range(len(text) - n + 1)]
+        shares.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
+    return sum(shares) / len(shares)
+
+
+@torch.inference_mode()
+def heldout_loss(trunk: Trunk, rows: Sequence[Sequence[int]], batch: int = 8) -> float:
+    """The trunk's mean loss on rows of equal length, in nats per token; the first token of a row is not predicted."""
+    total = count = 0.0
+    for start in range(0, len(rows), batch):
+        ids_BT = torch.tensor([list(row) for row in rows[start : start + batch]], device=trunk.device)
+        logits_BTV = trunk.forward(ids_BT).logits[:, :-1].float()
+        labels_BT = ids_BT[:, 1:]
+        total += torch.nn.functional.cross_entropy(
+            logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum"
+        ).item()
+        count += labels_BT.numel()
+    return total / count
+
+
+def identical(trunk: Trunk, prompts: Sequence[Sequence[int]], runs: dict[str, list[list[Run]]]) -> dict[str, Any]:
+    """Compare all runs with the first of plain ``generate``, and judge each first difference.
+
+    In fp32 a difference counts as a near-tie when the two best logits there lie less than 1e-4 apart; in fp64 none
+    does. Anything else is a mismatch, and ``ok`` is false.
+    """
+    near_ties: list[dict[str, Any]] = []
+    mismatches: list[dict[str, Any]] = []
+    for index, prompt in enumerate(prompts):
+        expected = runs[REFERENCE][index][0].ids
+        for name, rows in runs.items():
+            other = next((run.ids for run in rows[index] if run.ids != expected), None)
+            if other is None:
+                continue
+            position = next(
+                (at for at, pair in enumerate(zip(expected, other, strict=False)) if len(set(pair)) > 1), None
+            )
+            found: dict[str, Any] = {"contender": name, "prompt": index, "position": position, "gap": None}
+            tie = False
+            if position is not None:  # else one output is the beginning of the other
+                found["gap"], limit = _gap(trunk, [*prompt, *expected[:position]])
+                tie = found["gap"] < limit
+            (near_ties if tie else mismatches).append(found)
+    differing = {found["prompt"] for found in near_ties + mismatches}
+    return {
+        "ok": not mismatches,
+        "prompts": len(prompts),
+        "equal": len(prompts) - len(differing),
+        "near_ties": near_ties,
+        "mismatches": mismatches,
+    }
+
+
+@torch.inference_mode()
+def _gap(trunk: Trunk, ids: Sequence[int]) -> tuple[float, float]:
+    """Gap of the two best logits after ``ids``, and the gap below which they count as tied."""
+    logits_V = trunk.forward(torch.tensor([list(ids)], device=trunk.device)).logits[0, -1].double()
+    best, second = logits_V.topk(2).values.tolist()
+    limit = NEAR_TIE.get(trunk.dtype)
+    return best - second, 4 * torch.finfo(trunk.dtype).eps * abs(best) if limit is None else limit
+
+
+def _set_threads(trunk: Trunk, prompt: Sequence[int], threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif trunk.device.type == "cpu":
+        pick_threads(partial(plain_generate(trunk), prompt, 16))

@@ -1,0 +1,53 @@
+"""Writing files so that nothing half-written is ever seen, and reading JSON with errors that help."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from medusa.errors import UserError
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a file beside ``path``, then put it in place: never half a file is seen."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        write(Path(temporary))
+        os.chmod(temporary, 0o644)  # mkstemp made it private
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write ``content``, atomically."""
+    write_atomically(path, lambda temporary: temporary.write_bytes(content))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text, atomically, line ends as they are."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content`` as indented JSON, atomically."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object; UserError if it is missing or holds anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist: give a folder made by `medusa train`") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read as JSON ({error}): make the folder anew with `medusa train`") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object: make the folder anew with `medusa train`")
+    return content

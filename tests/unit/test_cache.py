@@ -1,0 +1,172 @@
+"""The slot cache: what is written, kept, dropped and read, row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from medusa.accept import DeterministicRule
+from medusa.cache import BLOCK, LayerShape, PlaneShape, SlotCache
+from medusa.sampling import SamplingParams, to_probs
+from medusa.testing import plain_greedy, tiny_trunk
+from medusa.tree import DraftTree, Shape, Topology
+from medusa.trunk import Trunk
+
+CPU, WIDE = torch.device("cpu"), torch.float64
+
+
+def cache_of(rows: int, layers: int = 2) -> SlotCache:
+    """Keys of 2 heads of 3, values of 1 head of 4: planes of two shapes, as in some families."""
+    keys, values = PlaneShape(2, 3, CPU, WIDE), PlaneShape(1, 4, CPU, WIDE)
+    return SlotCache([LayerShape(keys, values)] * layers, rows)
+
+
+def write(cache: SlotCache, tokens_BN: list[list[int]]) -> None:
+    """Write states that name their token and their layer: token + layer / 10, values negative."""
+    tokens = torch.tensor(tokens_BN, dtype=WIDE)[:, None, :, None]
+    cache.reserve(tokens.shape[2])
+    for layer in range(len(cache.layers)):
+        named = tokens + layer / 10
+        keys, values = cache.update(named.expand(-1, 2, -1, 3).clone(), -named.expand(-1, 1, -1, 4).clone(), layer)
+        assert keys.shape[2] == values.shape[2] == cache.longest + tokens.shape[2]
+
+
+def held(cache: SlotCache, row: int) -> list[int]:
+    """The tokens a row holds; every layer, head and coordinate must agree on them."""
+    rows = set()
+    for layer in range(len(cache.layers)):
+        keys, values = cache.read(layer, row)
+        assert keys.shape == (2, cache.lengths[row], 3) and values.shape == (1, cache.lengths[row], 4)
+        for states in (keys, -values):
+            rows |= {
+                tuple(line)
+                for line in (states - layer / 10)
+                .round(decimals=6)
+                .permute(0, 2, 1)
+                .reshape(-1, states.shape[1])
+                .tolist()
+            }
+    assert len(rows) <= 1
+    return [int(token) for token in next(iter(rows), ())]
+
+
+def prefilled(prompts: list[list[int]], layers: int = 2) -> SlotCache:
+    cache = cache_of(len(prompts), layers)
+    longest = max(map(len, prompts))
+    write(cache, [prompt + [99] * (longest - len(prompt)) for prompt in prompts])
+    cache.set_lengths([len(prompt) for prompt in prompts])
+    return cache
+
+
+def test_a_new_cache_is_empty() -> None:
+    cache = cache_of(3)
+    assert cache.lengths == [0, 0, 0]
+    assert cache.longest == cache.capacity == 0
+    assert cache.get_seq_length() == 0
+
+
+def test_pads_of_a_ragged_prefill_are_not_held() -> None:
+    cache = prefilled([[1, 2, 3], [4], [5, 6]])
+    assert [held(cache, row) for row in range(3)] == [[1, 2, 3], [4], [5, 6]]
+
+
+def test_rollback_is_doing_nothing() -> None:
+    cache = prefilled([[1, 2, 3], [4]])
+    write(cache, [[10, 11], [20, 21]])
+    assert [held(cache, row) for row in range(2)] == [[1, 2, 3], [4]]
+    write(cache, [[30], [40]])  # the next step writes over what was rejected
+    cache.commit(torch.tensor([[0], [0]]), [1, 1])
+    assert [held(cache, row) for row in range(2)] == [[1, 2, 3, 30], [4, 40]]
+
+
+def test_rows_keep_paths_of_their_own() -> None:
+    cache = prefilled([[1, 2, 3], [4], [5, 6], [7]])
+    write(cache, [[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33], [40, 41, 42, 43]])
+    path = torch.tensor([[0, 2, 3, -1], [0, 3, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]])
+    cache.commit(path, [3, 2, 4, 0])
+    expected = [[1, 2, 3, 10, 12, 13], [4, 20, 23], [5, 6, 30, 31, 32, 33], [7]]
+    assert [held(cache, row) for row in range(4)] == expected
+    assert cache.lengths == [6, 3, 6, 1]
+
+
+def test_equal_lengths_take_the_same_way_as_ragged_ones() -> None:
+    cache = prefilled([[1, 2], [3, 4]])
+    write(cache, [[10, 11, 12], [20, 21, 22]])
+    cache.commit(torch.tensor([[0, 2], [0, 1]]), [2, 2])
+    assert [held(cache, row) for row in range(2)] == [[1, 2, 10, 12], [3, 4, 20, 21]]
+
+
+def test_a_path_wider_than_what_any_row_accepted() -> None:
+    cache = prefilled([[1, 2], [3]])
+    write(cache, [[10, 11, 12], [20, 21, 22]])
+    cache.commit(torch.tensor([[0, -1, -1], [0, 2, -1]]), [1, 2])
+    assert [held(cache, row) for row in range(2)] == [[1, 2, 10], [3, 20, 22]]
+
+
+def test_rows_leave_and_close_up() -> None:
+    cache = prefilled([[1, 2, 3], [4], [5, 6]])
+    cache.select([2, 1])
+    assert [held(cache, row) for row in range(2)] == [[5, 6], [4]]
+    assert cache.longest == 2
+    write(cache, [[10, 11], [20, 21]])
+    cache.commit(torch.tensor([[0, 1], [0, -1]]), [2, 1])
+    assert [held(cache, row) for row in range(2)] == [[5, 6, 10, 11], [4, 20]]
+
+
+@pytest.mark.parametrize("length", [BLOCK - 2, BLOCK - 1, BLOCK, BLOCK + 1])
+def test_growing_keeps_what_is_held(length: int) -> None:
+    rows = [list(range(1, length + 1)), list(range(1, 4))]
+    cache = prefilled(rows, layers=1)
+    for _ in range(3):
+        write(cache, [[10, 11], [20, 21]])
+        cache.commit(torch.tensor([[0, 1], [0, 1]]), [2, 2])
+        rows = [rows[0] + [10, 11], rows[1] + [20, 21]]
+        assert [held(cache, row) for row in range(2)] == rows
+    assert cache.capacity % BLOCK == 0 and cache.capacity >= length + 6
+
+
+def test_a_cache_is_sized_by_need_not_by_the_first_call() -> None:
+    cache = prefilled([[1]])
+    for step in range(5):
+        write(cache, [list(range(100 * step, 100 * step + 100))])
+        cache.commit(torch.arange(100)[None], [100])
+    assert held(cache, 0) == [1, *range(500)]
+
+
+def test_what_transformers_asks_of_it() -> None:
+    cache = prefilled([[1, 2, 3], [4]])
+    assert cache.get_seq_length() == 3
+    assert cache.get_mask_sizes(5, 0) == (8, 0)
+    assert not any(cache.is_sliding)
+
+
+# The rollback exercise: a prefix of 10 tokens, 5 drafts, rejection at the third.
+
+
+@pytest.fixture(scope="module")
+def trunk() -> Trunk:
+    return tiny_trunk("llama")
+
+
+def test_rollback_exercise(trunk: Trunk) -> None:
+    prefix = [5, 0, 9, 33, 2, 0, 17, 64, 8, 21]
+    truth = plain_greedy(trunk, prefix, 5)
+    drafts = truth.copy()
+    drafts[2] = (truth[2] + 1) % trunk.vocab_size  # the third is wrong, and so is all that hangs below it
+    cache = trunk.new_cache(1)
+    trunk.prefill(torch.tensor([prefix[:-1]]), [9], cache)
+    tokens = torch.tensor([[prefix[-1], *drafts]])  # the root is the prefix's last token
+    tree = DraftTree(Shape.static(Topology.chain(5), "cpu"), tokens, torch.ones_like(tokens).bool())
+    verified = trunk.tree_forward(tree, cache)
+    acceptance = DeterministicRule()(tree, to_probs(verified.logits, [SamplingParams()]), None)
+    assert acceptance.path_BA.tolist() == [[0, 1, 2, -1, -1, -1]]
+    assert acceptance.next_token_B.tolist() == [truth[2]]
+    cache.commit(acceptance.path_BA, acceptance.length_B.tolist())
+    assert cache.lengths == [12]
+    kept = prefix + drafts[:2]
+    fresh = trunk.new_cache(1)
+    trunk.prefill(torch.tensor([kept]), [12], fresh)
+    for layer in range(len(trunk.layers)):
+        for now, then in zip(cache.read(layer, 0), fresh.read(layer, 0), strict=True):
+            assert now.shape[1] == 12
+            torch.testing.assert_close(now, then, rtol=1e-12, atol=1e-12)

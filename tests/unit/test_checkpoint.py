@@ -1,0 +1,259 @@
+"""The checkpoint folder: what comes back is what went in, and whatever does not belong is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medusa.checkpoint import (
+    MANIFEST,
+    TREE,
+    WEIGHTS,
+    check_depth,
+    load_heads,
+    load_tree,
+    read_manifest,
+    save_heads,
+    save_tree,
+    trunk_source,
+)
+from medusa.drafters.medusa import MedusaDrafter
+from medusa.errors import UserError
+from medusa.files import read_json, write_atomically, write_json
+from medusa.heads import KINDS, HeadsConfig
+from medusa.testing import random_heads, tiny_model, tiny_trunk
+from medusa.tree import Topology
+from medusa.trunk import Trunk
+
+HEADS = HeadsConfig("hydra", num=2)
+
+
+@cache
+def trunk_of(family: str = "llama", seed: int = 0) -> Trunk:
+    return tiny_trunk(family, seed=seed)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint whose trunk is a hub id."""
+    save_heads(tmp_path / "run", random_heads(trunk_of(), HEADS), "someone/trunk", "main")
+    save_tree(tmp_path / "run", Topology.full([2, 2]))
+    return tmp_path / "run"
+
+
+def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "phi"])  # phi's projection has a bias
+def test_heads_come_back_as_they_were(family: str, kind: str, projection: str, tmp_path: Path) -> None:
+    trunk, config = trunk_of(family), HeadsConfig(kind, num=3, layers=2, projection=projection)
+    heads = random_heads(trunk, config)
+    save_heads(tmp_path, heads, "someone/trunk", "v1")
+    back = load_heads(tmp_path, trunk)
+    assert back.config == config and not back.training
+    assert {name: value.dtype for name, value in back.state_dict().items()} == {
+        name: value.dtype for name, value in heads.state_dict().items()
+    }
+    hidden = torch.randn(2, 32, dtype=torch.float64)
+    trees = []
+    for each in (heads, back):
+        for head in range(3):
+            context = each.context(head, torch.ones(2, 3, 32, dtype=torch.float64))
+            trees.append(each.logits(head, each.features(head, hidden, context)))
+        session = MedusaDrafter(each, Topology.full([3, 2, 2])).open(trunk)
+        session.start([[1], [2]], hidden, trunk.forward(torch.tensor([[1], [2]])))
+        trees.append(session.propose(torch.tensor([5, 6]), 9).tokens_BN)
+    assert all(torch.equal(before, after) for before, after in zip(trees[:4], trees[4:], strict=True))
+    manifest = read_manifest(tmp_path)
+    assert (manifest.trunk, manifest.revision, manifest.fingerprint) == ("someone/trunk", "v1", trunk.fingerprint())
+
+
+def test_a_checkpoint_is_these_files_and_readable_by_all(folder: Path) -> None:
+    assert {file.name for file in folder.iterdir()} == {MANIFEST, WEIGHTS, TREE}
+    assert {file.stat().st_mode & 0o444 for file in folder.iterdir()} == {0o444}
+    assert json.loads((folder / MANIFEST).read_text())["format"] == 1
+
+
+def test_saving_again_replaces(folder: Path) -> None:
+    heads = random_heads(trunk_of(), HeadsConfig("medusa", num=3), seed=9)
+    save_heads(folder, heads, "someone/trunk")
+    back = load_heads(folder, trunk_of())
+    assert all(torch.equal(value, back.state_dict()[name]) for name, value in heads.state_dict().items())
+
+
+def test_heads_of_another_trunk_are_refused(folder: Path) -> None:
+    for other in (trunk_of(seed=1), trunk_of("neox")):
+        with pytest.raises(UserError) as caught:
+            load_heads(folder, other)
+        message = one_line(caught)
+        assert trunk_of().fingerprint() in message and other.fingerprint() in message and "someone/trunk" in message
+
+
+def edited(folder: Path, change: Any) -> None:
+    weights = load_file(folder / WEIGHTS)
+    change(weights)
+    save_file(weights, folder / WEIGHTS)
+
+
+NAME = "heads.1.blocks.0.linear.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda weights: weights.pop(NAME), [NAME, "missing", "(32, 96)"]),
+        (
+            lambda weights: weights.update({"heads.2.extra": torch.zeros(3)}),
+            ["heads.2.extra", "(3,)", "none of that name"],
+        ),
+        (lambda weights: weights.update({NAME: torch.zeros(32, 64)}), [NAME, "(32, 64)", "(32, 96)"]),
+        (lambda weights: weights.update({NAME: torch.zeros(())}), [NAME, "()", "(32, 96)"]),
+        (lambda weights: weights.update({NAME: weights[NAME].T.contiguous()}), [NAME, "(96, 32)", "(32, 96)"]),
+    ],
+    ids=["missing", "extra", "misshaped", "scalar", "transposed"],
+)
+def test_tensors_that_do_not_belong_are_named(folder: Path, change: Any, words: list[str]) -> None:
+    edited(folder, change)
+    with pytest.raises(UserError) as caught:
+        load_heads(folder, trunk_of())
+    assert all(word in one_line(caught) for word in words), str(caught.value)
+
+
+def test_more_heads_in_the_config_than_in_the_file(folder: Path) -> None:
+    content = json.loads((folder / MANIFEST).read_text())
+    content["heads"]["num"] = 3
+    (folder / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"heads\.2\."):
+        load_heads(folder, trunk_of())
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        (MANIFEST, None, ["does not exist"]),
+        (MANIFEST, "{half", ["JSON"]),
+        (MANIFEST, "[]", [MANIFEST]),
+        (MANIFEST, '{"format": 99}', ["99", "format 1"]),
+        (MANIFEST, '{"format": 1}', [MANIFEST]),
+        (MANIFEST, '{"format": 1, "heads": {"kind": "hydra", "nmu": 2}, "trunk": "x", "fingerprint": "y"}', ["nmu"]),
+        (WEIGHTS, None, ["does not exist"]),
+        (WEIGHTS, "cut short", [WEIGHTS]),
+    ],
+)
+def test_broken_files_are_named(folder: Path, file: str, text: str | None, words: list[str]) -> None:
+    (folder / file).unlink()
+    if text is not None:
+        (folder / file).write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_heads(folder, trunk_of())
+    assert all(word in one_line(caught) for word in [str(folder), *words]), str(caught.value)
+
+
+# The trunk's name.
+
+
+def test_a_trunk_made_here_moves_with_its_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    tiny_model("llama").save_pretrained(run / "trunk")
+    save_heads(run, random_heads(trunk_of(), HEADS), str(run / "trunk"))
+    moved = tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    shutil.move(run, moved)
+    assert read_manifest(moved).trunk == "trunk"
+    assert Path(trunk_source(moved, read_manifest(moved))) == (moved / "trunk").resolve()
+
+
+def test_recipes_may_share_a_trunk_beside_them(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "a" / "trunk")
+    save_heads(tmp_path / "b", random_heads(trunk_of(), HEADS), str(tmp_path / "a" / "trunk"))
+    source = trunk_source(tmp_path / "b", read_manifest(tmp_path / "b"))
+    assert Path(source) == (tmp_path / "a" / "trunk").resolve()
+
+
+@pytest.mark.parametrize("place", ["run/trunk", "other/trunk"])
+def test_a_trunk_that_is_gone_is_named_by_its_place(tmp_path: Path, place: str) -> None:
+    # not taken for a hub id "trunk"
+    tiny_model("llama").save_pretrained(tmp_path / place)
+    save_heads(tmp_path / "run", random_heads(trunk_of(), HEADS), str(tmp_path / place))
+    shutil.rmtree(tmp_path / place)
+    with pytest.raises(UserError, match=str(tmp_path / place)) as caught:
+        trunk_source(tmp_path / "run", read_manifest(tmp_path / "run"))
+    one_line(caught)
+
+
+def test_a_hub_id_stays_one(folder: Path) -> None:
+    assert trunk_source(folder, read_manifest(folder)) == "someone/trunk"
+
+
+# Trees.
+
+
+@pytest.mark.parametrize("topology", [Topology.root(), Topology.chain(2), Topology.from_paths([[0], [4], [4, 1]])])
+def test_trees_come_back_as_they_were(tmp_path: Path, topology: Topology) -> None:
+    save_tree(tmp_path, topology, {"tokens_per_step": 1.5})
+    assert load_tree(tmp_path, HEADS) == topology
+    assert read_json(tmp_path / TREE)["tokens_per_step"] == 1.5
+
+
+def test_a_tree_deeper_than_the_heads_names_both_numbers(tmp_path: Path) -> None:
+    save_tree(tmp_path, Topology.chain(5))
+    with pytest.raises(UserError, match=r"5 deep.* 2 heads") as caught:
+        load_tree(tmp_path, HEADS)
+    one_line(caught)
+    check_depth(Topology.chain(2), HEADS)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"paths": [[0], [0, 0], [1, 0]]}', '{"paths": 3}', "[]"])
+def test_broken_trees_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / TREE).write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_tree(tmp_path, HEADS)
+    one_line(caught)
+
+
+# Writing.
+
+
+def test_a_failed_write_leaves_nothing_and_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "file.json"
+
+    def fails(temporary: Path) -> None:
+        temporary.write_text("half of it")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        write_atomically(target, fails)
+    assert list(target.parent.iterdir()) == []
+    write_json(target, {"a": 1})
+    with pytest.raises(RuntimeError, match="disk full"):
+        write_atomically(target, fails)
+    assert list(target.parent.iterdir()) == [target] and read_json(target) == {"a": 1}
+
+
+def test_a_file_is_seen_only_when_it_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "file.txt"
+    target.write_text("old")
+
+    def looks(temporary: Path) -> None:
+        temporary.write_text("new")
+        assert target.read_text() == "old" and temporary.parent == target.parent
+
+    write_atomically(target, looks)
+    assert target.read_text() == "new" and list(tmp_path.iterdir()) == [target]
+
+
+def test_json_that_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "file.json", {"a": object()})
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,110 @@
+"""Wrong input at the command line: one line with the value, the rule and the way out; code 2; nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medusa import __main__ as cli
+from medusa.cli import explain, new_parser, parse, underscored
+from medusa.errors import UserError
+
+RECIPE = "run: runs/x\ndata:\n  source: text.txt\n  tokenizer: char\ntrunk:\n  new:\n    layers: 1\n"
+
+# What is typed after `medusa train`, and what the line must say.
+WRONG = [
+    ([], "name a recipe, tinyshakespeare"),
+    (["tinyshakespear"], "no recipe named 'tinyshakespear' (did you mean tinyshakespeare?)"),
+    (["recipes.yaml"], "no recipe recipes.yaml (did you mean recipe.yaml?)"),
+    (["nowhere/recipe.yaml"], "no recipe nowhere/recipe.yaml"),
+    (["recipe.yaml", "--heads.nmu", "4"], "unknown option 'heads.nmu' (did you mean heads.num?)"),
+    (["recipe.yaml", "--heads.nmu=4"], "unknown option 'heads.nmu' (did you mean heads.num?)"),
+    (["recipe.yaml", "--stepz", "4"], "unknown option 'stepz'"),
+    (["recipe.yaml", "--trunk.new.layer", "4"], "unknown option 'trunk.new.layer' (did you mean trunk.new.layers?)"),
+    (["recipe.yaml", "--head.num", "4"], "unknown option 'head.num' (did you mean heads.num?)"),
+    (["recipe.yaml", "--threads", "many"], "threads=many is not valid: give 'auto' or int"),
+    (["recipe.yaml", "--seed", "x"], "seed=x is not valid: give int"),
+    (["recipe.yaml", "--trunk.new.layers", "x"], "trunk.new.layers=x is not valid: give int"),
+    (["recipe.yaml", "--tracking.wandb", "on"], "tracking.wandb=on is not valid: give 'off' or 'offline' or 'online'"),
+    (
+        ["recipe.yaml", "--heads.kind", "hydr"],
+        "heads.kind='hydr': choose from medusa, root, hydra (did you mean",
+    ),
+    (["recipe.yaml", "--heads.num", "0"], "heads.num=0: give at least 1"),
+    (["recipe.yaml", "--fresh", "head"], "invalid choice: 'head'"),
+    (["recipe.yaml", "--trunk_training.steps", "0"], "steps=0: give at least 1"),
+    (["recipe.yaml", "stray"], "unknown option 'stray'"),
+    (["typo.yaml"], "unknown option 'heads.kinds' (did you mean heads.kind?)"),
+    (["top.yaml"], "unknown option 'heds.kind' (did you mean heads.kind?)"),
+    (["nested.yaml"], "unknown option 'trunk.new.hiden' (did you mean trunk.new.hidden?)"),
+    (["broken.yaml"], "roblem"),
+    (["list.yaml"], "nexpected config"),
+    (["recipe.yaml"], "text.txt can't be read (No such file or directory)"),
+]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with recipes, good and bad, to work in."""
+    files = {
+        "recipe.yaml": RECIPE,
+        "typo.yaml": RECIPE + "heads:\n  kinds: root\n",
+        "top.yaml": RECIPE + "heds:\n  kind: root\n",
+        "nested.yaml": RECIPE + "    hiden: 8\n",
+        "broken.yaml": "run: [runs/x\n",
+        "list.yaml": "- run\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG, ids=[" ".join(argv) or "nothing" for argv, _ in WRONG])
+def test_wrong_input(argv: list[str], message: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(workplace.rglob("*"))
+    assert cli.main(["train", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("medusa: error: ") and err.count("\n") == 1
+    assert message in err
+    assert sorted(workplace.rglob("*")) == before
+
+
+def test_help_shows_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    for option in (
+        "--run",
+        "--trunk.name",
+        "--trunk.new",
+        "--heads.kind",
+        "--heads_training.decay",
+        "--fresh",
+        "--dry",
+    ):
+        assert option in out
+    assert "head k weighs decay^k" in " ".join(out.split())
+
+
+def test_names_may_be_joined_by_either_sign() -> None:
+    assert underscored("--max-new-tokens=a-b") == "--max_new_tokens=a-b"
+    assert underscored("a-b") == "a-b"
+    parser = new_parser("x", "y")
+    parser.add_argument("--max_new_tokens", type=int)
+    assert parse(parser, ["--max-new-tokens", "3"]).max_new_tokens == 3
+
+
+def test_abbreviations_are_not_taken() -> None:
+    parser = new_parser("x", "y")
+    parser.add_argument("--tokens", type=int)
+    with pytest.raises(
+        UserError, match=r"medusa x: unknown option 'token' \(did you mean tokens\?\); see medusa x --help"
+    ):
+        parse(parser, ["--token", "3"])
+
+
+def test_a_message_of_another_wording_keeps_its_words_on_one_line() -> None:
+    assert explain("something\n  quite new", []) == "something quite new"

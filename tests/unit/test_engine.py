@@ -1,0 +1,377 @@
+"""The engine: what it loads, what it returns, what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa.checkpoint import save_heads, save_tree
+from medusa.data.tokenizers import char_tokenizer, train_bpe
+from medusa.errors import UserError
+from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.infer import Completion, Engine
+from medusa.infer.options import NEW_TOKENS
+from medusa.testing import ScriptedDrafter, plain_greedy, tiny_trunk
+from medusa.tree import Topology
+from medusa.trunk import Trunk
+
+ALPHABET = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+TREE = Topology.from_paths([[0], [1], [2], [0, 0], [1, 0], [0, 0, 0]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint: a tiny trunk with the character tokenizer, root heads that were never trained, and a tree."""
+    path = tmp_path_factory.mktemp("runs") / "tiny"
+    tiny_trunk("llama").model.save_pretrained(path / "trunk")
+    char_tokenizer(ALPHABET).save_pretrained(path / "trunk")
+    heads = MedusaHeads(HeadsConfig("root", num=3), Trunk.load(path / "trunk"))
+    save_heads(path, heads, str(path / "trunk"))
+    save_tree(path, TREE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine.load(folder)
+
+
+@pytest.fixture
+def configured(engine: Engine) -> Any:
+    """The trunk's generation_config, put back afterwards."""
+    model = engine.trunk.model
+    before, model.generation_config = model.generation_config, type(model.generation_config)()
+    yield model.generation_config
+    model.generation_config = before
+
+
+def test_generates_what_the_trunk_alone_would(engine: Engine) -> None:
+    out = engine.generate("ROMEO:", max_new_tokens=40)
+    assert isinstance(out, Completion)
+    ids = engine.trunk.tokenizer.encode("ROMEO:")  # type: ignore[union-attr]
+    assert out.prompt_ids == ids
+    assert out.token_ids == plain_greedy(engine.trunk, ids, 40)
+    assert out.text == engine.trunk.tokenizer.decode(out.token_ids)  # type: ignore[union-attr]
+    assert out.finish_reason == "length"
+    assert out.seconds > 0
+
+
+def test_counts_agree(engine: Engine) -> None:
+    out = engine.generate("ROMEO:", max_new_tokens=40)
+    assert sum(out.accepted) == out.steps
+    assert out.tokens_per_step == 39 / out.steps > 1
+    gained = sum(length * count for length, count in enumerate(out.accepted))
+    assert 39 <= out.steps + gained <= 39 + TREE.depth  # the last step may have been cut
+
+
+def test_baseline_is_the_same_text_in_more_steps(engine: Engine) -> None:
+    tree, plain = (engine.generate("ROMEO:", max_new_tokens=40, baseline=flag) for flag in (False, True))
+    assert plain.token_ids == tree.token_ids
+    assert (plain.steps, plain.tokens_per_step, plain.accepted) == (39, 1.0, [39])
+    assert tree.steps < plain.steps
+
+
+def test_one_token_takes_no_step(engine: Engine) -> None:
+    out = engine.generate("ROMEO:", max_new_tokens=1)
+    assert (len(out.token_ids), out.steps, out.tokens_per_step, out.accepted) == (1, 0, 0.0, [])
+
+
+def test_rows_of_a_batch_equal_their_solo_runs(engine: Engine) -> None:
+    prompts = ["ROMEO:", "O", "What say you, my lord? I will not"]
+    for options in ({}, {"temperature": 0.8, "seed": 3}):
+        batch = engine.generate(prompts, max_new_tokens=30, **options)
+        solo = [engine.generate(prompt, max_new_tokens=30, **options) for prompt in prompts]
+        assert [row.token_ids for row in batch] == [row.token_ids for row in solo]
+        assert [(row.text, row.steps, row.accepted) for row in batch] == [
+            (row.text, row.steps, row.accepted) for row in solo
+        ]
+
+
+def test_ids_and_texts_are_the_same_prompt(engine: Engine) -> None:
+    encode = engine.trunk.tokenizer.encode  # type: ignore[union-attr]
+    text = engine.generate("ROMEO:", max_new_tokens=9)
+    assert engine.generate(encode("ROMEO:"), max_new_tokens=9).token_ids == text.token_ids
+    assert engine.generate([encode("ROMEO:")], max_new_tokens=9)[0].token_ids == text.token_ids
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_stream_is_the_text(engine: Engine, baseline: bool) -> None:
+    stream = engine.stream("ROMEO:", max_new_tokens=40, baseline=baseline)
+    assert stream.completion is None
+    pieces = list(stream)
+    whole = engine.generate("ROMEO:", max_new_tokens=40, baseline=baseline)
+    assert "".join(pieces) == whole.text
+    assert all(pieces)
+    assert stream.completion is not None
+    assert stream.completion.token_ids == whole.token_ids
+    assert stream.completion.text == whole.text
+    assert len(pieces) == whole.steps + 1
+
+
+def test_two_streams_at_once_do_not_meet(engine: Engine) -> None:
+    prompts = ["ROMEO:", "What"]
+    streams = [engine.stream(prompt, max_new_tokens=20) for prompt in prompts]
+    texts = ["", ""]
+    for _ in range(21):
+        for index, stream in enumerate(streams):
+            texts[index] += next(stream, "")
+    assert texts == [row.text for row in engine.generate(prompts, max_new_tokens=20)]
+
+
+def test_threads_share_an_engine(engine: Engine) -> None:
+    prompts = ["ROMEO:", "What", "O", "My lord"]
+    found: dict[str, str] = {}
+
+    def work(prompt: str) -> None:
+        found[prompt] = engine.generate(prompt, max_new_tokens=15).text
+
+    threads = [threading.Thread(target=work, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {prompt: engine.generate(prompt, max_new_tokens=15).text for prompt in prompts}
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8])
+def test_stops_at_eos_inside_a_run(limit: int) -> None:
+    trunk = tiny_trunk("gpt2")
+    expected = plain_greedy(trunk, [5, 6, 7], 20)
+    eos = expected[limit - 1]
+    end = expected.index(eos) + 1
+    engine = Engine(trunk, ScriptedDrafter([expected], honesty=1.0))
+    out = engine.generate([5, 6, 7], max_new_tokens=20, eos_token_id=[eos])
+    assert (out.token_ids, out.finish_reason) == (expected[:end], "eos")
+    assert engine.generate([5, 6, 7], max_new_tokens=20, eos_token_id=eos).token_ids == expected[:end]
+
+
+def test_special_tokens_are_no_text_and_half_characters_are_held() -> None:
+    tokenizer = train_bpe(["x"], 257)
+    trunk = tiny_trunk("llama", vocab_size=257)
+    trunk.tokenizer = tokenizer
+    script = [*tokenizer.encode("é你"), tokenizer.eos_token_id]
+    _say(trunk, script)
+    engine = Engine(trunk)
+    prompt = tokenizer.encode("x")
+    out = engine.generate(prompt, max_new_tokens=20, eos_token_id=tokenizer.eos_token_id)
+    assert (out.text, out.token_ids, out.finish_reason) == ("é你", script, "eos")
+    stream = engine.stream(prompt, max_new_tokens=20, eos_token_id=tokenizer.eos_token_id)
+    assert list(stream) == ["é", "你"]
+    assert engine.generate("", max_new_tokens=2).prompt_ids == [tokenizer.bos_token_id]
+
+
+def test_a_character_cut_by_the_limit_is_told_at_the_end() -> None:
+    tokenizer = train_bpe(["x"], 257)
+    trunk = tiny_trunk("llama", vocab_size=257)
+    trunk.tokenizer = tokenizer
+    script = tokenizer.encode("é你")[:4]
+    _say(trunk, script)
+    engine = Engine(trunk)
+    assert engine.generate(tokenizer.encode("x"), max_new_tokens=4).text == "é\ufffd" == tokenizer.decode(script)
+    assert list(engine.stream(tokenizer.encode("x"), max_new_tokens=4)) == ["é", "\ufffd"]
+
+
+def _say(trunk: Trunk, script: list[int]) -> None:
+    """Make the trunk say ``script`` after a prompt of one token, whatever it reads."""
+    head = trunk.model.get_output_embeddings()
+
+    def answer(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        spoken = getattr(answer, "spoken", 0)
+        answer.spoken = spoken + 1  # type: ignore[attr-defined]
+        forced = torch.zeros_like(output)
+        forced[..., script[spoken % len(script)]] = 1
+        return forced
+
+    head.register_forward_hook(answer)
+
+
+def test_options_left_out_come_from_the_generation_config(engine: Engine, configured: Any) -> None:
+    assert len(engine.generate("O", max_new_tokens=None).token_ids) == min(NEW_TOKENS, 127)  # the context is 128
+    configured.max_length = 11
+    assert len(engine.generate("O").token_ids) == 10
+    configured.max_new_tokens = 7
+    assert len(engine.generate("O").token_ids) == 7
+    assert len(engine.generate("O", max_new_tokens=3).token_ids) == 3
+    assert len(engine.generate("O", max_length=5).token_ids) == 4
+    greedy = engine.generate("O")
+    configured.temperature = 5.0
+    assert engine.generate("O").token_ids == greedy.token_ids  # do_sample is not set
+    configured.do_sample = True
+    assert engine.generate("O").token_ids == engine.generate("O", temperature=5.0, top_k=50).token_ids
+    assert engine.generate("O").token_ids != greedy.token_ids
+    assert engine.generate("O", temperature=0).token_ids == greedy.token_ids
+    configured.do_sample = False
+    configured.eos_token_id = greedy.token_ids[2]
+    assert engine.generate("O").finish_reason == "eos"
+    assert engine.generate("O", eos_token_id=[]).token_ids == greedy.token_ids
+
+
+def test_seeds_choose_the_text(engine: Engine) -> None:
+    texts = [engine.generate("ROMEO:", max_new_tokens=20, temperature=1.0, seed=seed).text for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 5}, r"unknown option 'max_tokens' \(did you mean max_new_tokens\?\)"),
+        ({"temprature": 1.0}, r"did you mean temperature\?"),
+        ({"num_beams": 4}, "num_beams=4 is not supported"),
+        ({"repetition_penalty": 1.2}, r"repetition_penalty=1\.2 is not supported"),
+        ({"stop_strings": ["x"]}, r"stop_strings=\['x'\] is not supported"),
+        ({"do_sample": True}, "temperature=0 is greedy"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": "5"}, "max_new_tokens='5': give a whole number"),
+        ({"max_new_tokens": 2, "max_length": 20}, "give one of the two"),
+        ({"max_length": 6}, "the prompt has 6 tokens and max_length is 6"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": "hot"}, "give a number"),
+        ({"top_p": 0.5}, "no effect on greedy decoding"),
+        ({"temperature": 1, "top_p": 1.5}, "top_p=1.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"eos_token_id": 65}, r"ids in 0\.\.64"),
+        ({"eos_token_id": ["x"]}, r"ids in 0\.\.64"),
+        ({"baseline": 1}, "give True or False"),
+    ],
+)
+def test_refuses_options(engine: Engine, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        engine.generate("ROMEO:", **options)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=message):
+        engine.stream("ROMEO:", **options)  # at the call, before any piece is asked for
+
+
+def test_what_does_nothing_is_let_pass(engine: Engine) -> None:
+    expected = engine.generate("O", max_new_tokens=5).token_ids
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "stop_strings": None, "bad_words_ids": []}
+    assert engine.generate("O", max_new_tokens=5, temperature=0, top_p=0.5, **neutral).token_ids == expected
+
+
+def test_a_generation_config_that_cannot_be_followed_is_refused(engine: Engine, configured: Any) -> None:
+    configured.repetition_penalty = 1.3
+    with pytest.raises(UserError, match=r"generation_config sets repetition_penalty=1\.3"):
+        engine.generate("O", max_new_tokens=5)
+    assert engine.generate("O", max_new_tokens=5, repetition_penalty=1.0).token_ids
+    configured.repetition_penalty = None
+    configured.typical_p = 0.5
+    assert engine.generate("O", max_new_tokens=5).token_ids  # acts on sampling alone
+    with pytest.raises(UserError, match="typical_p"):
+        engine.generate("O", max_new_tokens=5, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "no BOS"),
+        ([], "not empty"),
+        ([[]], "no BOS"),
+        (["O", ""], "prompt 1 is empty"),
+        (["O", [1]], "texts alone or lists of token ids alone"),
+        ([1, "O"], "texts alone"),
+        (7, "give a text"),
+        ([[True]], "texts alone"),
+        ("100%", r"character '1' \(U\+0031\) at offset 0"),
+        ([[1, 65]], "token id 65"),
+        (["O" * 128], "context is 128"),
+    ],
+)
+def test_refuses_prompts(engine: Engine, prompt: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        engine.generate(prompt, max_new_tokens=5)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stream_takes_one_prompt(engine: Engine) -> None:
+    with pytest.raises(UserError, match="one prompt"):
+        engine.stream(["O", "P"])  # type: ignore[arg-type]
+
+
+def test_without_a_tokenizer_there_are_ids_alone() -> None:
+    engine = Engine(tiny_trunk("llama"))
+    out = engine.generate([1, 2, 3], max_new_tokens=4)
+    assert (len(out.token_ids), out.text) == (4, "")
+    for call in (engine.generate, engine.stream):
+        with pytest.raises(UserError, match="no tokenizer"):
+            call("O")
+
+
+def test_loads_a_trunk_alone_when_asked(folder: Path, engine: Engine) -> None:
+    expected = engine.generate("ROMEO:", max_new_tokens=10).token_ids
+    for source in (folder, folder / "trunk"):
+        plain = Engine.load(source, drafter="none", check=False)
+        out = plain.generate("ROMEO:", max_new_tokens=10)
+        assert (out.token_ids, out.steps) == (expected, 9)
+
+
+def test_loads_in_another_dtype(folder: Path) -> None:
+    assert Engine.load(folder, dtype="float32", check=False).trunk.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("part", "options", "message"),
+    [
+        ("tiny/trunk", {}, r"no medusa\.json, so no heads: .* drafter='none'"),
+        ("tinny", {}, r"no folder .*tinny \(did you mean tiny\?\)"),
+        ("tiny", {"drafter": "non"}, r"drafter='non' \(did you mean none\?\)"),
+        ("tiny", {"dtype": "float7"}, "dtype='float7'"),
+        ("tiny", {"device": "nowhere"}, "device='nowhere'"),
+    ],
+)
+def test_refuses_to_load(folder: Path, part: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        Engine.load(folder.parent / part, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_is_neither_folder_nor_on_the_hub() -> None:
+    with pytest.raises(UserError, match="nobody/nothing is no folder here") as caught:
+        Engine.load("nobody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+def test_loads_an_engine_or_a_trunk_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    fetched = []
+
+    def snapshot(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        fetched.append((name, revision, allow_patterns))
+        return str(folder if name == "some/engine" else folder.parent)  # there is no medusa.json in the latter
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    engine = Engine.load("some/engine", revision="v1", check=False)
+    assert engine.drafter.name == "root"
+    ((name, revision, patterns),) = fetched
+    assert (name, revision) == ("some/engine", "v1")
+    assert {"medusa.json", "heads.safetensors", "tree.json", "trunk/*"} <= set(patterns)
+    assert "*.safetensors" not in patterns  # a plain trunk of many gigabytes is not fetched to be refused
+    with pytest.raises(UserError, match=r"some/trunk has no medusa\.json"):
+        Engine.load("some/trunk")
+    loaded = []
+    monkeypatch.setattr(Trunk, "load", lambda name, **options: loaded.append((name, options["revision"])))
+    Engine.load("some/trunk", drafter="none", revision="v2")
+    assert loaded == [("some/trunk", "v2")]
+
+
+def test_the_engine_needs_no_optional_package() -> None:
+    absent = ["accelerate", "datasets", "jsonargparse", "matplotlib", "rich", "wandb"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); from medusa.infer import Engine"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_alone_loads_nothing_heavy() -> None:
+    code = "import sys, medusa.infer.cli; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,285 @@
+"""Heads and their drafts: exact at the start, each rank from the right head, read off the last accepted token."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+import transformers
+
+from medusa.accept import DeterministicRule
+from medusa.drafters.medusa import MedusaDrafter
+from medusa.errors import UserError
+from medusa.heads import KINDS, HeadsConfig, MedusaHeads
+from medusa.sampling import SamplingParams, to_probs
+from medusa.testing import VOCAB, plain_greedy, random_heads, random_topology, tiny_model, tiny_trunk
+from medusa.tree import DraftTree, Shape, Topology
+from medusa.trunk import Trunk
+
+PROMPT = [3, 0, 41, 7]
+
+
+@cache
+def trunk_of(family: str = "llama") -> Trunk:
+    return tiny_trunk(family)
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "family",
+    # a plain projection; one with a bias (phi, gptj), a scale (cohere), a divisor (granite), a softcap (gemma2)
+    ["llama", "gpt2", "phi", "gptj", "cohere", "granite", "gemma2"],
+)
+def test_a_new_head_is_the_trunks_own(family: str, kind: str, projection: str) -> None:
+    trunk, ids = trunk_of(family), torch.tensor([PROMPT])
+    heads = MedusaHeads(HeadsConfig(kind, num=3, layers=2, projection=projection), trunk)
+    output = trunk.forward(ids)
+    embedded = torch.randn(1, len(PROMPT), 3, 32, dtype=torch.float64)
+    for head in range(3):
+        features = heads.features(head, output.hidden, heads.context(head, embedded))
+        assert torch.equal(features, output.hidden)
+        torch.testing.assert_close(heads.logits(head, features), output.logits, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+@pytest.mark.parametrize("family", ["phi", "cohere", "granite", "gemma2"])
+def test_a_trained_head_keeps_the_trunks_scale_and_softcap(family: str, projection: str) -> None:
+    trunk = trunk_of(family)
+    heads = random_heads(trunk, HeadsConfig("medusa", num=1, projection=projection))
+    features = heads.features(0, torch.randn(5, 32, dtype=torch.float64), None)
+    made = heads.heads[0].projection
+    weight, bias = (
+        (made.weight, made.bias) if made is not None else (trunk.model.lm_head.weight, trunk.model.lm_head.bias)
+    )
+    expected = features @ weight.T + (0 if bias is None else bias)
+    expected = {
+        "phi": expected,
+        "cohere": expected * 0.25,
+        "granite": expected / 4.0,
+        "gemma2": 5.0 * torch.tanh(expected / 5.0),
+    }[family]
+    torch.testing.assert_close(heads.logits(0, features), expected)
+
+
+def test_embeddings_are_read_at_one_scale() -> None:
+    # whatever the size of the trunk's own: a root mean square of 1 per token
+    trunk = trunk_of()
+    read = MedusaHeads(HeadsConfig("root"), trunk).embed(torch.arange(VOCAB))
+    torch.testing.assert_close(read.square().mean(-1), torch.ones(VOCAB).double(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        read[7] * trunk.embed(torch.tensor(7)).square().mean().sqrt(), trunk.embed(torch.tensor(7))
+    )
+
+
+def test_heads_share_nothing_with_each_other_nor_own_the_trunk() -> None:
+    trunk = trunk_of()
+    heads = MedusaHeads(HeadsConfig("hydra", num=3, layers=2), trunk)
+    places = [parameter.data_ptr() for parameter in heads.parameters()]
+    assert len(set(places)) == len(places) == 3 * (2 * 2 + 1)
+    assert not set(places) & {parameter.data_ptr() for parameter in trunk.model.parameters()}
+    assert all(name.startswith("heads.") for name in heads.state_dict())
+    assert sum(parameter.numel() for parameter in heads.parameters()) == sum(
+        32 * (32 + 32 * (head + 1)) + 32 + 32 * 32 + 32 + VOCAB * 32 for head in range(3)
+    )
+    first, second = heads.heads[0].blocks
+    with torch.no_grad():
+        first.linear.weight += 1
+    assert not second.linear.weight.any() and not heads.heads[1].blocks[1].linear.weight.any()
+
+
+def test_shared_projections_hold_no_vocabulary() -> None:
+    heads = MedusaHeads(HeadsConfig("medusa", num=2, projection="shared"), trunk_of())
+    assert all(VOCAB not in parameter.shape for parameter in heads.parameters())
+
+
+def test_what_each_kind_reads() -> None:
+    assert [HeadsConfig("medusa").reads(head) for head in range(3)] == [0, 0, 0]
+    assert [HeadsConfig("root").reads(head) for head in range(3)] == [1, 1, 1]
+    assert [HeadsConfig("hydra").reads(head) for head in range(3)] == [1, 2, 3]
+
+
+def test_heads_take_the_trunks_type() -> None:
+    trunk = Trunk(tiny_model("llama", dtype=torch.bfloat16))
+    heads = MedusaHeads(HeadsConfig("hydra", num=2), trunk)
+    assert {parameter.dtype for parameter in heads.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kind": "hydr"}, ["heads.kind='hydr'", "did you mean hydra?"]),
+        ({"kind": "zzz"}, ["heads.kind='zzz'", "medusa, root, hydra"]),
+        ({"projection": "share"}, ["heads.projection='share'", "did you mean shared?"]),
+        ({"num": 0}, ["heads.num=0"]),
+        ({"layers": -1}, ["heads.layers=-1"]),
+    ],
+)
+def test_wrong_configurations_are_named(options: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        HeadsConfig(**options)  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_states_that_are_projected_out_are_read_after_that() -> None:
+    config = transformers.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        word_embed_proj_dim=16,
+        ffn_dim=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        do_layer_norm_before=False,
+    )
+    trunk = Trunk(transformers.OPTForCausalLM(config).double())
+    heads, output = MedusaHeads(HeadsConfig("root"), trunk), trunk.forward(torch.tensor([PROMPT]))
+    features = heads.features(0, output.hidden, heads.context(0, torch.ones(1, len(PROMPT), 1, 16).double()))
+    assert features.shape == (1, len(PROMPT), 16)
+    torch.testing.assert_close(heads.logits(0, features), output.logits, rtol=1e-13, atol=1e-13)
+
+
+def test_heads_can_not_repeat_an_unknown_last_step() -> None:
+    trunk = tiny_trunk("llama")
+    trunk.config.logit_scale = 0.9  # as if the trunk did not do what its config says
+    with pytest.raises(UserError, match="'llama'"):
+        MedusaHeads(HeadsConfig(), trunk)
+
+
+# Drafts.
+
+
+def naive_draft(heads: MedusaHeads, topology: Topology, hidden: torch.Tensor, root: int) -> list[int]:
+    """Each node by its definition: the head of its depth, reading the tokens on its way, its rank there."""
+    tokens = [root]
+    for node in range(1, topology.size):
+        head, line = topology.depths[node] - 1, [topology.parents[node]]
+        while line[-1] != 0:
+            line.append(topology.parents[line[-1]])
+        read = torch.tensor([tokens[each] for each in reversed(line)])
+        context = heads.context(head, heads.embed(read))
+        logits = heads.logits(head, heads.features(head, hidden, context))
+        tokens.append(int(logits.argsort(descending=True)[topology.ranks[node]]))
+    return tokens
+
+
+def drafted(heads: MedusaHeads, topology: Topology, hidden_BD: torch.Tensor, root_B: torch.Tensor) -> torch.Tensor:
+    session = MedusaDrafter(heads, topology).open(heads.trunk)
+    session.start([[0]] * len(root_B), hidden_BD, heads.trunk.forward(root_B[:, None]))
+    tree = session.propose(root_B, 99)
+    assert tree.valid_BN.all() and tree.shape.depths[0].tolist() == list(topology.depths)
+    return tree.tokens_BN
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_node_holds_its_rank_of_its_head(kind: str, seed: int) -> None:
+    trunk = trunk_of()
+    heads = random_heads(trunk, HeadsConfig(kind, num=4, layers=2), seed=seed)
+    topology = random_topology(random.Random(seed), 24, ranks=VOCAB if seed % 2 else 4, depth=4)
+    hidden_BD = torch.randn(3, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    root_B = torch.tensor([0, 17, 64])
+    tokens = drafted(heads, topology, hidden_BD, root_B)
+    for row in range(3):
+        assert tokens[row].tolist() == naive_draft(heads, topology, hidden_BD[row], int(root_B[row]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_in_any_order_hold_the_same_tokens(kind: str) -> None:
+    # a topology need only name parents before children; this one is ordered by branch, not by depth
+    heads = random_heads(trunk_of(), HeadsConfig(kind, num=3))
+    topology = Topology((-1, 0, 1, 2, 0, 4), (0, 1, 0, 2, 0, 3))
+    hidden_BD = torch.randn(1, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tokens = drafted(heads, topology, hidden_BD, torch.tensor([9]))
+    assert tokens[0].tolist() == naive_draft(heads, topology, hidden_BD[0], 9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_reach_to_the_end_of_the_vocabulary(kind: str) -> None:
+    heads = random_heads(trunk_of(), HeadsConfig(kind, num=2))
+    topology = Topology.from_paths([[rank] for rank in range(VOCAB)] + [[3, rank] for rank in range(VOCAB)])
+    hidden_BD = torch.randn(2, 32, dtype=torch.float64)
+    tokens = drafted(heads, topology, hidden_BD, torch.tensor([1, 2]))
+    for level in (tokens[:, 1 : VOCAB + 1], tokens[:, VOCAB + 1 :]):
+        assert level.sort(-1).values.tolist() == [list(range(VOCAB))] * 2
+    assert tokens[0].tolist() == naive_draft(heads, topology, hidden_BD[0], 1)
+    with pytest.raises(UserError, match=f"rank {VOCAB} of {VOCAB}"):
+        MedusaDrafter(heads, Topology.from_paths([[VOCAB]]))
+
+
+def test_a_tree_deeper_than_the_heads_names_both_numbers() -> None:
+    heads = MedusaHeads(HeadsConfig("medusa", num=2), trunk_of())
+    with pytest.raises(UserError, match=r"3 deep.* 2 heads"):
+        MedusaDrafter(heads, Topology.chain(3))
+    assert MedusaDrafter(heads, Topology.chain(3).trim(2)).topology == Topology.chain(2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("room", range(5))
+def test_no_deeper_than_there_is_room(kind: str, room: int) -> None:
+    heads = random_heads(trunk_of(), HeadsConfig(kind, num=3))
+    session = MedusaDrafter(heads, Topology.full([2, 2, 1])).open(trunk_of())
+    session.start([PROMPT], torch.randn(1, 32, dtype=torch.float64), trunk_of().forward(torch.tensor([PROMPT])))
+    tree = session.propose(torch.tensor([5]), room)
+    assert tree.shape.depths.max() == min(room, 3)
+    whole = session.propose(torch.tensor([5]), 99).tokens_BN
+    assert torch.equal(tree.tokens_BN, whole[:, : tree.size])  # nodes stand in order of depth
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_heads_read_the_last_accepted_token(family: str, kind: str) -> None:
+    # row a accepts a drafts of a chain of four; then its next drafts are those of a fresh prefill of the same text
+    trunk, depth = trunk_of(family), 4
+    heads = random_heads(trunk, HeadsConfig(kind, num=depth))
+    drafter = MedusaDrafter(heads, Topology.full([3, 2, 1, 1]))
+    prompts = [[*PROMPT[: 1 + row % 4], row] for row in range(depth + 1)]
+    truths = [plain_greedy(trunk, prompt, depth + 2) for prompt in prompts]
+    lengths = [len(prompt) for prompt in prompts]
+    padded = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts])
+    cache = trunk.new_cache(depth + 1)
+    _, hidden_BD, output = trunk.prefill(padded, lengths, cache)
+    session = drafter.open(trunk)
+    session.start(prompts, hidden_BD, output)
+    session.propose(torch.tensor([truth[0] for truth in truths]), 99)
+    tokens_BN = torch.tensor([truth[: depth + 1] for truth in truths])
+    for row in range(depth):
+        tokens_BN[row, row + 1] = (tokens_BN[row, row + 1] + 1) % VOCAB  # the first wrong draft of the row
+    tree = DraftTree(Shape.static(Topology.chain(depth), "cpu"), tokens_BN, torch.ones_like(tokens_BN).bool())
+    verified = trunk.tree_forward(tree, cache)
+    acceptance = DeterministicRule()(tree, to_probs(verified.logits, [SamplingParams()] * len(prompts)), None)
+    assert acceptance.length_B.tolist() == [1, 2, 3, 4, 5]
+    session.commit(tree, verified, acceptance)
+    again_BN = session.propose(acceptance.next_token_B, 99).tokens_BN
+    for row, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
+        text = prompt + truth[: row + 1]
+        _, state_BD, output = trunk.prefill(torch.tensor([text]), [len(text)], trunk.new_cache(1))
+        torch.testing.assert_close(session.hidden_BD[row], state_BD[0], rtol=1e-11, atol=1e-11)
+        fresh = drafter.open(trunk)
+        fresh.start([text], state_BD, output)
+        assert again_BN[row].tolist() == fresh.propose(torch.tensor([truth[row + 1]]), 99).tokens_BN[0].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_stay_keep_their_states(kind: str) -> None:
+    trunk = trunk_of()
+    drafter = MedusaDrafter(random_heads(trunk, HeadsConfig(kind, num=2)), Topology.full([2, 2]))
+    session = drafter.open(trunk)
+    session.start([PROMPT] * 4, torch.randn(4, 32, dtype=torch.float64), trunk.forward(torch.tensor([PROMPT])))
+    roots = torch.tensor([1, 2, 3, 4])
+    before = session.propose(roots, 9).tokens_BN
+    session.select([3, 1])
+    assert torch.equal(session.propose(roots[[3, 1]], 9).tokens_BN, before[[3, 1]])
+
+
+def test_sessions_of_one_drafter_are_apart() -> None:
+    trunk = trunk_of()
+    drafter = MedusaDrafter(random_heads(trunk, HeadsConfig("root", num=2)), Topology.full([2, 2]))
+    output = trunk.forward(torch.tensor([PROMPT]))
+    one, other = drafter.open(trunk), drafter.open(trunk)
+    one.start([PROMPT], torch.randn(1, 32, dtype=torch.float64), output)
+    before = one.propose(torch.tensor([1]), 9).tokens_BN
+    other.start([PROMPT], torch.randn(1, 32, dtype=torch.float64), output)
+    other.propose(torch.tensor([1]), 9)
+    assert torch.equal(one.propose(torch.tensor([1]), 9).tokens_BN, before)

@@ -1,0 +1,165 @@
+"""The first promise: every drafter, on every family, gives token for token what the trunk alone gives."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import pytest
+
+from medusa.decoding import Request, decode
+from medusa.drafters.base import Drafter
+from medusa.drafters.medusa import MedusaDrafter
+from medusa.drafters.none import NullDrafter
+from medusa.heads import HeadsConfig
+from medusa.testing import (
+    VOCAB,
+    ScriptedDrafter,
+    memorising_heads,
+    plain_greedy,
+    random_heads,
+    tiny_trunk,
+)
+from medusa.tree import Topology
+from medusa.trunk import Trunk
+
+FAMILIES = ("gpt2", "llama", "neox")
+WINDOWED = ("mistral", "gemma3")  # tiny windows of 8 tokens: some prompts lie inside, some beyond
+KINDS = ("medusa", "root", "hydra")
+TREES = ("chain", 16, 64, 256)
+TOKENS = 24
+PROMPTS = [  # ragged; the first is one token, id 0 is one of the text's own
+    [3],
+    [0, 17, 0, 5],
+    [64, 1, 2, 3, 0, 0, 9, 40],
+    [5, 5, 0, 8, 21, 33, 60, 2, 2, 1, 7],
+    [11, 0, 52, 4, 4, 19, 27, 35, 0, 61, 50, 6, 1],
+]
+
+
+@cache
+def trunk_of(family: str) -> Trunk:
+    return tiny_trunk(family)
+
+
+@cache
+def texts_of(family: str) -> list[list[int]]:
+    return [plain_greedy(trunk_of(family), prompt, TOKENS) for prompt in PROMPTS]
+
+
+def tree_of(name: str | int) -> Topology:
+    """A chain, or the so many likeliest paths: a path is the less likely the longer it is and the higher its ranks."""
+    if isinstance(name, str):
+        return Topology.chain(4)
+    paths = [path for depth in range(1, 5) for path in product(range(8), repeat=depth)]
+    return Topology.from_paths(sorted(paths, key=lambda path: sum(path) + len(path))[: name - 1])
+
+
+@cache
+def heads_drafter(family: str, kind: str, tree: str | int, learnt: bool, projection: str = "own") -> Drafter:
+    trunk, config = trunk_of(family), HeadsConfig(kind, num=4, layers=2, projection=projection)
+    if not learnt:
+        return MedusaDrafter(random_heads(trunk, config), tree_of(tree))
+    known = [prompt + text for prompt, text in zip(PROMPTS[:2], texts_of(family), strict=False)]
+    return MedusaDrafter(memorising_heads(trunk, config, known), tree_of(tree))
+
+
+def scripted(family: str, rows: list[int], honesty: float, size: int = 8) -> Drafter:
+    return ScriptedDrafter([texts_of(family)[row] for row in rows], honesty=honesty, size=size, seed=size)
+
+
+def check(family: str, drafter: Drafter, rows: list[int]) -> float:
+    """Decode these prompts as one batch, compare with plain greedy; return the tokens per step."""
+    emitted: dict[int, list[int]] = {index: [] for index in range(len(rows))}
+    shares = []
+    for step in decode(trunk_of(family), drafter, [Request(PROMPTS[row], TOKENS) for row in rows]):
+        for index, tokens in step.tokens.items():
+            emitted[index] += tokens
+            if step.nodes:
+                shares.append(len(tokens))
+    assert [emitted[index] for index in range(len(rows))] == [texts_of(family)[row] for row in rows]
+    return sum(shares) / len(shares)
+
+
+ALL = list(range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_is_a_hard_one(family: str) -> None:
+    # were it one token over and over, or never id 0, equality would prove little
+    texts = texts_of(family)
+    assert sum(len(set(text)) for text in texts) >= 5 * len(texts)
+    assert sum(text.count(0) for text in texts) >= 0.05 * len(texts) * TOKENS
+    assert trunk_of(family).vocab_size == VOCAB == 65
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [[2], ALL], ids=["solo", "batch"])
+def test_null(family: str, rows: list[int]) -> None:
+    assert check(family, NullDrafter(), rows) == 1.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads(family: str, kind: str) -> None:
+    assert check(family, heads_drafter(family, kind, 16, learnt=True), ALL) > 1.3
+    assert check(family, heads_drafter(family, kind, 16, learnt=True), [1]) > 1.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("honesty", [0.5, 1.0], ids=["adversary", "oracle"])
+def test_scripted(family: str, honesty: float) -> None:
+    assert check(family, scripted(family, ALL, honesty), ALL) > 1.5
+    assert check(family, scripted(family, [3], honesty), [3]) > 1.5
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_past_a_sliding_window(family: str) -> None:
+    assert check(family, NullDrafter(), ALL) == 1.0
+    assert check(family, heads_drafter(family, "hydra", 16, learnt=True), ALL) > 1.3
+    assert check(family, scripted(family, ALL, 0.7, size=16), ALL) > 1.5
+
+
+def test_changing_the_tree_does_not_change_the_text() -> None:
+    for tree in TREES:
+        check("llama", heads_drafter("llama", "root", tree, learnt=True), [0, 4])
+
+
+def test_rows_in_another_order_and_company() -> None:
+    for rows in ([4, 0], [0, 4, 2], [2, 2, 2], [3, 1, 0, 4]):
+        check("llama", heads_drafter("llama", "hydra", 16, learnt=True), rows)
+        check("llama", scripted("llama", rows, 0.8), rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kind", "tree", "learnt", "projection"),
+    [
+        case
+        for case in product(FAMILIES + WINDOWED, KINDS, TREES, (True, False), ("own", "shared"))
+        if case[3:] != (True, "shared")  # only own projections can be fitted
+    ],
+)
+def test_every_head_and_tree(family: str, kind: str, tree: str | int, learnt: bool, projection: str) -> None:
+    drafter = heads_drafter(family, kind, tree, learnt, projection)
+    check(family, drafter, ALL)
+    for row in ALL:
+        check(family, drafter, [row])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES + WINDOWED)
+@pytest.mark.parametrize("size", [2, 8, 16, 64, 256])
+@pytest.mark.parametrize("honesty", [0.0, 0.5, 1.0])
+def test_every_script(family: str, size: int, honesty: float) -> None:
+    check(family, scripted(family, ALL, honesty, size), ALL)
+    for row in ALL:
+        check(family, scripted(family, [row], honesty, size), [row])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "phi", "gptj", "cohere", "granite"])
+def test_other_families(family: str) -> None:
+    check(family, NullDrafter(), ALL)
+    check(family, heads_drafter(family, "hydra", 16, learnt=True), ALL)
+    check(family, scripted(family, ALL, 0.7, size=16), ALL)

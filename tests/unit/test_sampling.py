@@ -1,0 +1,187 @@
+"""Laws and draws: equal to the library's own warpers, uniform, keyed by what they are for, never of probability 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from medusa.errors import UserError
+from medusa.sampling import TOKEN, HashDraws, SamplingParams, choose, draw, to_probs
+
+V = 33
+GOLDEN, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
+LAST = 1 - 2**-53  # the largest number that HashDraws can give
+
+
+def logits_of(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+
+
+def library_law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """What `generate(do_sample=True)` samples from."""
+    warpers: list[Any] = [TemperatureLogitsWarper(params.temperature)]
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    for warper in warpers:
+        logits = warper(None, logits)
+    return logits.softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [0, 1, 5, V, 99])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.4, 1e-6])
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 0.99])
+def test_laws_equal_the_librarys(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = logits_of(1, 4, V)
+    expected = library_law(logits[0], params)
+    torch.testing.assert_close(to_probs(logits, [params])[0], expected, rtol=1e-12, atol=0)
+
+
+def test_top_p_at_its_edges() -> None:
+    # the smallest set whose mass reaches p: of four equal tokens, two reach a half exactly, three more than that
+    for top_p, kept in ((0.5, 2), (0.5 + 1e-9, 3), (1e-17, 1), (1 - 1e-17, 4)):
+        law = to_probs(torch.zeros(1, 1, 4).double(), [SamplingParams(temperature=1.0, top_p=top_p)])
+        assert (law > 0).sum() == kept and law.sum() == 1
+
+
+def test_temperature_0_is_one_hot() -> None:
+    logits = logits_of(2, 3, V)
+    laws = to_probs(logits, [SamplingParams(), SamplingParams(top_k=5, top_p=0.5, min_p=0.2)])
+    assert torch.equal(laws, torch.nn.functional.one_hot(logits.argmax(-1), V).double())
+
+
+def test_temperature_0_is_the_limit() -> None:
+    # 1e-310 overflows any logit it divides: the limit, not a NaN
+    logits = logits_of(1, 3, V)
+    for temperature in (1e-3, 1e-30, 1e-310):
+        law = to_probs(logits, [SamplingParams(temperature=temperature)])
+        torch.testing.assert_close(law, to_probs(logits, [SamplingParams()]))
+
+
+def test_every_row_has_its_own_params() -> None:
+    params = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=1.5, top_k=3)]
+    logits = logits_of(3, 2, V)
+    together = to_probs(logits, params)
+    for row, param in enumerate(params):
+        assert torch.equal(together[row], to_probs(logits[row : row + 1], [param])[0])
+    assert (together[2] > 0).sum(-1).tolist() == [3, 3]
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits = logits_of(2, 2, V)
+    before = logits.clone()
+    to_probs(logits, [SamplingParams(), SamplingParams(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1)])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_precision_trunk_is_sampled_as_the_library_samples_it(dtype: torch.dtype) -> None:
+    # generate casts its logits to fp32 first; a law in bf16 is off by up to 1/256, its cumulative sums by more
+    params = SamplingParams(temperature=0.9, top_p=0.97)
+    logits = logits_of(1, 4, 4096, scale=1.0).to(dtype)
+    law = to_probs(logits, [params])[0]
+    torch.testing.assert_close(law.float(), library_law(logits[0].float(), params), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", float("nan")),
+        ("min_p", -0.1),
+        ("min_p", 1.0),
+    ],
+)
+def test_params_out_of_range_are_named(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=rf"{name}={value}"):
+        SamplingParams(**{name: value})
+
+
+def uniforms(seeds: list[int], positions: list[list[int]], purpose: int = TOKEN) -> torch.Tensor:
+    return HashDraws().uniform(torch.tensor(seeds), torch.tensor(positions), purpose)
+
+
+def test_draws_depend_on_seed_position_and_purpose_alone() -> None:
+    together = uniforms([3, 4, 3], [[0, 1, 2], [0, 1, 2], [2, 1, 0]])
+    assert together.dtype == torch.float64
+    assert torch.equal(together[0], uniforms([3], [[0, 1, 2]])[0])
+    assert torch.equal(together[2], together[0].flip(0))
+    assert len(set(together[:2].flatten().tolist())) == 6
+    assert not torch.equal(uniforms([3], [[0, 1, 2]], purpose=TOKEN + 1), together[:1])
+
+
+def splitmix(z: int) -> int:
+    """The finaliser of splitmix64, in whole numbers."""
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**40 + 7, -3])
+def test_draws_are_the_same_for_ever(seed: int) -> None:
+    # a noted seed must give the same text tomorrow, and on any device
+    for position in (0, 5, 70_000):
+        state = splitmix((seed & MASK) * GOLDEN + TOKEN & MASK)
+        bits = splitmix(state + (position + 1) * GOLDEN & MASK)
+        assert uniforms([seed], [[position]]).item() == (bits >> 11) / 2**53
+
+
+@pytest.mark.parametrize("seeds", [range(200), range(-100, 100), range(0, 200 << 32, 1 << 32)])
+def test_draws_are_uniform_and_independent(seeds: range) -> None:
+    u = uniforms(list(seeds), [list(range(200))] * len(seeds))
+    assert u.min() >= 0 and u.max() < 1
+    assert abs(u.mean().item() - 0.5) < 0.005  # 3.5 standard errors of 40,000 numbers
+    counts = torch.histc(u, bins=50, min=0, max=1)
+    assert ((counts - 800) ** 2 / 800).sum() < 95  # chi-square of 49 degrees: 1 in 10,000
+    for shifted in ((u[:, 1:], u[:, :-1]), (u[1:], u[:-1])):  # neighbouring positions, neighbouring seeds
+        pair = torch.stack([each.flatten() for each in shifted])
+        assert abs(torch.corrcoef(pair)[0, 1].item()) < 0.02
+
+
+def test_largest_and_smallest_seeds() -> None:
+    u = uniforms([2**63 - 1, -(2**63)], [[0, 1], [0, 1]])
+    assert u.unique().numel() == 4
+
+
+def test_a_seed_beyond_64_bits_is_named() -> None:
+    with pytest.raises(UserError, match=str(2**63)):
+        SamplingParams(temperature=1.0, seed=2**63)
+
+
+def test_draw_inverts_the_cumulative_law() -> None:
+    law = torch.tensor([[[0.25, 0.0, 0.5, 0.25]]]).double()
+    for u, token in ((0.0, 0), (0.249, 0), (0.25, 2), (0.5, 2), (0.749, 2), (0.75, 3), (LAST, 3)):
+        assert draw(law, torch.tensor([[u]]).double()).item() == token
+
+
+def test_probability_0_is_never_drawn() -> None:
+    laws = torch.tensor([[0, 0, 1.0, 0], [0, 0.5, 0, 0.5], [0.3, 0.7, 0, 0], [0, 0.1, 0.2, 0]])[None]
+    for dtype in (torch.float32, torch.float64):
+        law = laws.to(dtype)
+        for u in (0.0, 1e-300, 2**-53, 0.5, 1 - 2**-52, LAST):
+            token = draw(law, torch.full((1, 4), u, dtype=torch.float64))
+            assert (law.gather(-1, token[..., None]) > 0).all(), (u, token)
+
+
+def test_a_law_that_rounding_left_short_is_drawn_from_to_its_end() -> None:
+    law = torch.full((1, 1, 10), 0.1).double() * 0.999
+    assert draw(law, torch.tensor([[LAST]]).double()).item() == 9
+
+
+def test_choose_without_uniforms_is_greedy() -> None:
+    laws = to_probs(logits_of(2, 3, V), [SamplingParams()] * 2)
+    assert torch.equal(choose(laws, None), laws.argmax(-1))
+    u = uniforms([0, 1], [[0, 1, 2]] * 2)
+    assert torch.equal(choose(laws, u), laws.argmax(-1))  # whatever the draw: a greedy row in a sampling batch

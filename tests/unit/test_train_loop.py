@@ -1,0 +1,181 @@
+"""The Trainer's subclasses: seams, losses, what is trained and what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa.data.corpus import RandomBlocks
+from medusa.errors import UserError
+from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.testing import tiny_trunk
+from medusa.train.config import HeadsTraining, Training
+from medusa.train.heldout import HeadsEvaluation, text_loss
+from medusa.train.loop import HeadsObjective, HeadsTrainer, TrunkTrainer, follow, next_token_loss, positions_of
+from medusa.train.text import prompts
+from medusa.trunk import Trunk
+
+CPU = torch.device("cpu")
+
+
+def rows(samples: int, block: int = 16, seed: int = 0) -> RandomBlocks:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(65, (400,), generator=generator)
+    segments = (torch.rand(400, generator=generator) < 0.05).cumsum(0)
+    return RandomBlocks(tokens, segments, block, samples, seed)
+
+
+def test_positions_count_from_each_seam() -> None:
+    segments = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    assert positions_of(segments).tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
+def test_a_packed_document_has_the_states_it_has_alone(family: str) -> None:
+    trunk = tiny_trunk(family)
+    ids = torch.randint(65, (1, 12), generator=torch.Generator().manual_seed(1))
+    segments = torch.tensor([[0] * 5 + [1] * 7])
+    packed = trunk.forward(ids, positions_BT=positions_of(segments)).hidden
+    alone = torch.cat([trunk.forward(ids[:, :5]).hidden, trunk.forward(ids[:, 5:]).hidden], 1)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-9)
+    assert not torch.allclose(trunk.forward(ids).hidden[:, 5:], alone[:, 5:])
+
+
+def test_nothing_is_predicted_across_a_seam() -> None:
+    model = tiny_trunk("llama").model
+    ids = torch.randint(65, (1, 12), generator=torch.Generator().manual_seed(1))
+    first, second = ids[:, :5], ids[:, 5:]
+    whole, count = next_token_loss(model, ids, torch.tensor([[0] * 5 + [1] * 7]))
+    parts = [next_token_loss(model, part, torch.zeros_like(part))[0] for part in (first, second)]
+    assert int(count) == 4 + 6
+    torch.testing.assert_close(whole, sum(parts[1:], parts[0]))
+
+
+def test_heldout_loss_is_that_of_the_model_itself() -> None:
+    from datasets import Dataset
+
+    model = tiny_trunk("llama").model
+    ids = torch.randint(65, (40, 10), generator=torch.Generator().manual_seed(2))
+    data = Dataset.from_dict({"input_ids": ids.numpy(), "segments": torch.zeros_like(ids).numpy()}).with_format("torch")
+    assert text_loss(model, data) == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-6)
+    assert text_loss(model, data, limit=4) == pytest.approx(
+        model(input_ids=ids[::10], labels=ids[::10]).loss.item(), rel=1e-6
+    )
+
+
+def train_heads(trunk: Trunk, training: HeadsTraining, written: list[dict[str, Any]]) -> MedusaHeads:
+    heads = MedusaHeads(HeadsConfig("hydra", num=2), trunk)
+    trainer = HeadsTrainer(
+        HeadsObjective(heads, training), rows(training.steps * training.batch), training, seed=0, device=CPU
+    )
+    follow(trainer, "heads", lambda step: {"at": float(step)}, lambda step, f: written.append({"step": step, **f}))
+    return heads
+
+
+def test_heads_learn_and_the_trunk_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trunk = tiny_trunk("llama", dtype=torch.float32)
+    before = {name: value.clone() for name, value in trunk.model.state_dict().items()}
+    written: list[dict[str, Any]] = []
+    training = HeadsTraining(steps=6, batch=2, lr=1e-2, warmup=0, log_every=2, eval_every=4)
+    heads = train_heads(trunk, training, written)
+    assert all(torch.equal(before[name], value) for name, value in trunk.model.state_dict().items())
+    assert not trunk.model.training and all(not p.requires_grad for p in trunk.model.parameters())
+    assert heads.heads[1].blocks[0].linear.weight.abs().max() > 0
+    losses = [event for event in written if "loss" in event]
+    assert [event["step"] for event in losses] == [2, 4, 6]
+    assert [event["step"] for event in written if "at" in event] == [4, 6]
+    for event in losses:
+        assert {len(event[name]) for name in ("head_loss", "top1", "top5")} == {2}
+        assert event["loss"] == pytest.approx(event["head_loss"][0] + 0.8 * event["head_loss"][1], rel=1e-2)
+        assert event["tokens_per_second"] > 0
+    assert losses[-1]["loss"] < losses[0]["loss"]
+    assert list(tmp_path.iterdir()) == []  # the Trainer leaves nothing behind
+
+
+def test_the_same_seed_gives_the_same_losses() -> None:
+    curves = []
+    for _ in range(2):
+        written: list[dict[str, Any]] = []
+        train_heads(tiny_trunk("llama", dtype=torch.float32), HeadsTraining(steps=3, batch=2, log_every=1), written)
+        curves.append([event["loss"] for event in written if "loss" in event])
+    assert curves[0] == curves[1]
+
+
+def test_a_teacher_changes_the_targets() -> None:
+    heads = MedusaHeads(HeadsConfig("medusa", num=1), tiny_trunk("llama"))
+    row = rows(1)[0]
+    inputs = {name: value[None] for name, value in row.items()}
+    plain = HeadsObjective(heads, HeadsTraining(targets="text"))(**inputs)
+    taught = HeadsObjective(heads, HeadsTraining(targets="trunk"))(**inputs)
+    assert plain.counts_K.equal(taught.counts_K) and plain.total() != taught.total()
+
+
+def test_timing_a_step_leaves_nothing_behind() -> None:
+    heads = MedusaHeads(HeadsConfig("hydra", num=2), tiny_trunk("llama", dtype=torch.float32))
+    training = HeadsTraining(steps=2, batch=2)
+    trainer = HeadsTrainer(HeadsObjective(heads, training), rows(4), training, seed=0, device=CPU)
+    trainer.try_step()
+    assert all(parameter.grad is None for parameter in heads.parameters())
+    assert trainer._sums == []
+
+
+def test_a_trunk_learns() -> None:
+    model = tiny_trunk("llama", dtype=torch.float32).model.requires_grad_(True)
+    training = Training(steps=8, batch=2, warmup=0, log_every=4, lr=1e-3)
+    written: list[dict[str, Any]] = []
+    trainer = TrunkTrainer(model, rows(16), training, seed=0, device=CPU)
+    follow(trainer, "trunk", lambda step: {}, lambda step, figures: written.append(figures))
+    losses = [event["loss"] for event in written if "loss" in event]
+    assert losses[-1] < losses[0]
+
+
+def test_divergence_is_told_and_ends_the_training() -> None:
+    trunk = tiny_trunk("llama", dtype=torch.float32)
+    training = HeadsTraining(steps=8, batch=2, warmup=0, log_every=1, lr=1e30)
+    with pytest.raises(UserError, match="diverged; lower lr"):
+        train_heads(trunk, training, [])
+
+
+class FixedHeads:
+    """Stands in for heads whose worth follows a script."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.value = state["value"]
+
+
+def test_the_best_heads_are_kept_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    from medusa.calibrate import Continuations
+    from medusa.train import heldout
+
+    script = [[[0, 0]] * 4, [[0, 0], [0, 0], [0, 0], [0, -1]], [[5, 5]] * 4]
+    heads: Any = FixedHeads()
+    evaluation = HeadsEvaluation(heads, Continuations([], [], []), nodes=3)
+    monkeypatch.setattr(heldout, "head_ranks", lambda heads, held: [torch.tensor(script[int(heads.value)])])
+    monkeypatch.setattr(heldout, "grow", lambda ranks, nodes: heldout.Topology.chain(2 if int(heads.value) < 2 else 1))
+    found = []
+    for step in range(3):
+        heads.value = torch.tensor([float(step)])
+        found.append(evaluation(step)["tokens_per_step"])
+    assert evaluation.tokens_per_step == max(found) and evaluation.step == found.index(max(found)) < 2
+    evaluation.restore_best()
+    assert heads.value == evaluation.step
+
+
+def test_prompts_are_spread_and_cross_no_seam() -> None:
+    documents = [torch.arange(0, 25), torch.arange(100, 107), torch.arange(200, 203)]
+    found = prompts(documents, 4, 5)
+    assert all(prompt == list(range(prompt[0], prompt[0] + 5)) for prompt in found)
+    assert len(found) == 4 and found == sorted(found)
+    assert len(prompts(documents, 99, 5)) == 6
+    with pytest.raises(UserError, match="holds 1 prompts of 20 tokens, 2 are needed"):
+        prompts(documents, 4, 20)

@@ -1,0 +1,108 @@
+"""The trunk of a run: the one that is named, or a new one made here; and how to see that it has not changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from medusa import configs
+from medusa.errors import UserError
+from medusa.trunk import Trunk
+
+from .config import NewTrunk, TrunkConfig
+from .record import TRUNK
+
+
+def llama_config(new: NewTrunk, vocab_size: int, **special: int | None) -> LlamaConfig:
+    """The model's configuration; ``special`` are ids of tokens such as ``eos_token_id``."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=new.hidden,
+        intermediate_size=new.intermediate,
+        num_hidden_layers=new.layers,
+        num_attention_heads=new.heads,
+        num_key_value_heads=new.kv_heads,
+        max_position_embeddings=new.context,
+        tie_word_embeddings=new.tied,
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | special,
+    )
+
+
+def new_model(new: NewTrunk, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+    """A Llama of these sizes with random weights, for the tokenizer's vocabulary."""
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(llama_config(new, len(tokenizer), **special))
+
+
+def save_model(folder: Path, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save model and tokenizer beside ``folder``, then put them in its place: no reader sees a half-written one."""
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        made, old = temporary / "made", temporary / "old"
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(made, folder)
+    finally:
+        shutil.rmtree(temporary)
+
+
+def load_trunk(trunk: TrunkConfig, run: Path) -> Trunk:
+    """Load the trunk that is named, or the one made in the folder ``run``."""
+    name = trunk.name or str(run / TRUNK)
+    return Trunk.load(name, dtype=trunk.dtype, device=pick_device(trunk.device), revision=trunk.revision)
+
+
+def check_name(name: str) -> None:
+    """Refuse a trunk folder that is missing, naming the command that makes it where a shipped recipe does."""
+    if is_missing(name):
+        maker = maker_of(name)
+        way = f"`medusa train {maker}` makes it" if maker else "give a folder saved by save_pretrained, or a hub id"
+        raise UserError(f"trunk.name={name}: there is no such folder; {way}")
+
+
+def is_missing(name: str) -> bool:
+    """Whether ``name`` means a folder, not a hub id, and is not there."""
+    path = Path(name).expanduser()
+    means_folder = path.name == TRUNK or name.count("/") > 1 or name.startswith((".", "~", "/"))
+    return means_folder and not path.is_dir()
+
+
+def maker_of(trunk: str) -> str | None:
+    """The shipped recipe whose run makes the folder ``trunk``."""
+    import yaml
+
+    for name in configs.names():
+        recipe = yaml.safe_load(configs.path(name).read_text(encoding="utf-8"))
+        if "new" in recipe.get("trunk", {}) and Path(recipe["run"]) / TRUNK == Path(trunk):
+            return name
+    return None
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is a GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        reason = str(error).splitlines()[0]
+        raise UserError(f"trunk.device={name!r} is not there ({reason}): use auto, cpu or cuda") from error
+
+
+def digest(trunk: Trunk) -> str:
+    """Hash of every weight in memory; the fingerprint reads no more than samples of the source files."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name, value in trunk.model.state_dict().items():
+        whole.update(name.encode())
+        whole.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()

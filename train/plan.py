@@ -1,0 +1,40 @@
+"""What a run would do, told without loading data or weights."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from .config import NewTrunk, TrainConfig, Training
+from .newtrunk import is_missing, llama_config, maker_of
+from .record import RunRecord
+
+
+def plan(config: TrainConfig) -> list[str]:
+    """A line per stage. Raises UserError for a folder that holds something else."""
+    record = RunRecord(config)
+    lines = [f"run          {record.folder}", f"data         {config.data.source}, {config.data.tokenizer} tokenizer"]
+    trunk = config.trunk
+    if trunk.new is not None:
+        lines.append(f"trunk        new, {inner_size(trunk.new):,} parameters without vocabulary")
+        lines.append(f"             {_effort(config.trunk_training, config)}")
+    elif trunk.name is not None:
+        maker = maker_of(trunk.name) if is_missing(trunk.name) else None
+        lines.append(f"trunk        {trunk.name}{f' (make it first: medusa train {maker})' if maker else ''}")
+    lines.append(f"heads        {config.heads.num} of kind {config.heads.kind}, {config.heads.projection} projection")
+    lines.append(f"             {_effort(config.heads_training, config)}")
+    lines.append(f"calibration  trees of {', '.join(map(str, config.calibration.sizes))} nodes")
+    return lines
+
+
+def inner_size(new: NewTrunk) -> int:
+    """Parameters of a new trunk without embedding and projection; nothing is allocated."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(llama_config(new, vocab_size=1))
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return whole - new.hidden * (1 if new.tied else 2)
+
+
+def _effort(training: Training, config: TrainConfig) -> str:
+    tokens = training.steps * training.batch * config.data.block
+    return f"{training.steps} steps of {training.batch} x {config.data.block} tokens, {tokens:,} in all"

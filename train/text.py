@@ -1,0 +1,70 @@
+"""The text of a run as token ids: rows to train on, rows and prompts held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from medusa.data.corpus import RandomBlocks, flatten, load_texts, pack, tokenise
+from medusa.data.tokenizers import load_tokenizer
+from medusa.errors import UserError
+
+from .config import EvaluationConfig, TrainConfig
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+
+class Corpus:
+    """Read when first asked for: a run whose stages are all made needs none of it."""
+
+    def __init__(self, config: TrainConfig, report: Callable[[str], None]) -> None:
+        self.config = config
+        self.report = report
+
+    @cached_property
+    def _texts(self) -> tuple[Any, Any]:
+        return load_texts(self.config.data, self.report)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The one that the data's configuration names; "trunk" is that of the trunk named."""
+        return load_tokenizer(self.config.data, *self._texts, trunk=self.config.trunk.name)
+
+    @cached_property
+    def _heldout(self) -> list[Tensor]:
+        return tokenise(self._texts[1], self.tokenizer)
+
+    def training_rows(self, steps: int, batch: int) -> RandomBlocks:
+        """Rows for ``steps`` steps, in random order."""
+        tokens_T, segments_T = flatten(tokenise(self._texts[0], self.tokenizer))
+        return RandomBlocks(tokens_T, segments_T, self.config.data.block, steps * batch, self.config.seed)
+
+    def heldout_rows(self) -> datasets.Dataset:
+        """All of the held-out text."""
+        return pack(self._heldout, self.config.data.block)
+
+    def heldout_prompts(self, evaluation: EvaluationConfig) -> list[list[int]]:
+        """Prompts that heads are judged on and trees are grown on."""
+        return prompts(self._heldout, evaluation.prompts, evaluation.prompt_tokens)
+
+
+def prompts(documents: Sequence[Tensor], count: int, length: int) -> list[list[int]]:
+    """At most ``count`` prompts of ``length`` tokens, evenly spread over the documents, none across a seam.
+
+    Raises:
+        UserError: fewer than two fit into the documents.
+    """
+    windows = [window for document in documents for window in document.split(length) if len(window) == length]
+    if len(windows) < 2:
+        raise UserError(
+            f"the held-out text holds {len(windows)} prompts of {length} tokens, 2 are needed: give more text, a larger"
+            " data.heldout or a smaller evaluation.prompt_tokens"
+        )
+    count = min(count, len(windows))
+    # The middle of each share: a benchmark that takes their beginnings then measures other text.
+    return [windows[(2 * index + 1) * len(windows) // (2 * count)].tolist() for index in range(count)]

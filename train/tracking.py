@@ -1,0 +1,94 @@
+"""The log of a run: always train_log.jsonl, a line per event and flushed; Weights & Biases beside it if asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from medusa.errors import UserError
+from medusa.files import write_text
+
+from .config import TrackingConfig
+
+LOG = "train_log.jsonl"
+
+
+class RunLog:
+    """Events of all stages in one file; a stage made anew drops its earlier lines."""
+
+    def __init__(self, folder: Path, wandb_run: Any = None) -> None:
+        self.path = folder / LOG
+        self._wandb = wandb_run
+
+    def begin(self, stage: str) -> None:
+        """Drop the lines of an earlier try at this stage."""
+        if self.path.exists():
+            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = "".join(line for line in lines if json.loads(line)["stage"] != stage)
+            write_text(self.path, kept)
+        if self._wandb is not None:  # each stage counts its own steps
+            self._wandb.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+
+    def write(self, stage: str, step: int, values: Mapping[str, Any]) -> None:
+        """Append one event. Lists hold a value per head."""
+        with self.path.open("a", encoding="utf-8") as file:  # closed each time: a kill loses no line
+            file.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
+        if self._wandb is not None:
+            self._wandb.log({f"{stage}/{key}": value for key, value in _spread({"step": step, **values})})
+
+
+@contextmanager
+def run_log(folder: Path, config: TrackingConfig, settings: Mapping[str, Any]) -> Iterator[RunLog]:
+    """Open the log of the run in ``folder``; ``settings`` are shown in Weights & Biases.
+
+    Raises:
+        UserError: Weights & Biases is asked for and not installed, or can't start.
+    """
+    if config.wandb == "off":
+        yield RunLog(folder)
+        return
+    run = _start_wandb(folder, config, settings)
+    failed = True
+    try:
+        yield RunLog(folder, run)
+        failed = False
+    finally:
+        run.finish(exit_code=int(failed))
+
+
+def _start_wandb(folder: Path, config: TrackingConfig, settings: Mapping[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            f"tracking.wandb={config.wandb} needs the package 'wandb': pip install 'medusa-decoding[train]', or leave"
+            " tracking off"
+        ) from error
+    if config.wandb == "online" and not wandb.api.api_key:  # without a terminal to ask on it would stop the training
+        raise UserError("tracking.wandb=online finds no key: run `wandb login`, or use tracking.wandb=offline")
+    mode: Literal["offline", "online"] = "online" if config.wandb == "online" else "offline"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return wandb.init(
+            project=config.project,
+            name=folder.name,
+            dir=str(folder),
+            mode=mode,
+            config=dict(settings),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except (OSError, wandb.errors.Error) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"tracking.wandb={config.wandb} can't start ({reason}): use offline or off") from error
+
+
+def _spread(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Lists as one value per head: ``top1`` -> ``top1/0``, ``top1/1`` …"""
+    for key, value in values.items():
+        if isinstance(value, list):
+            yield from ((f"{key}/{index}", part) for index, part in enumerate(value))
+        else:
+            yield key, value
