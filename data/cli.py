@@ -62,10 +62,10 @@ def _parse(command: str, argv: list[str]) -> jsonargparse.Namespace:
 
 def _copy(source: Path, target: Path) -> Path:
     """Copy the file as a whole or not at all; return ``target``."""
+    if not target.parent.is_dir():
+        raise UserError(f"can't write {target}: there is no folder {target.parent}, make it or name another")
     try:
         write_bytes(target, source.read_bytes())
     except OSError as error:
-        raise UserError(
-            f"can't write {target} ({error.strerror}): name a file that can be written"
-        ) from error
+        raise UserError(f"can't write {target} ({error.strerror}): name a file that can be written") from error
     return target

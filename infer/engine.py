@@ -20,7 +20,7 @@ from medusa.errors import UserError, nearest
 from medusa.trunk import Trunk
 
 from .options import Options
-from .source import as_device, as_dtype, find, load_trunk
+from .source import find, load_trunk
 from .text import Detokeniser
 
 DRAFTERS = ("auto", "none")
@@ -112,8 +112,8 @@ class Engine:
             )
         plain = Trunk.load(
             folder or source,
-            dtype=as_dtype(dtype),
-            device=as_device(device),
+            dtype=dtype,
+            device=device,
             revision=None if folder else revision,
             check=check,
         )

@@ -114,8 +114,8 @@ class StepCost:
     """Where a step's time goes: medians over steps with the whole tree, in milliseconds.
 
     ``heads_ms`` is the drafter's whole proposal; ``forward_ms`` the trunk's forward inside the step. The two bare
-    forwards repeat that very call (ids, mask, positions) right after the step, without asking for hidden states: one
-    with our cache, one with the library's ``DynamicCache``. ``bare_ms`` is the faster of the two.
+    forwards call the model itself with the same ids, mask and positions right after the step: one with our cache, one
+    with the library's ``DynamicCache``. ``bare_ms`` is the faster of the two.
     """
 
     nodes: int
@@ -197,25 +197,25 @@ class _Watch:
     """A decoder whose proposals and trunk forwards are timed; nothing is changed on trunk, model or drafter."""
 
     def __init__(self, trunk: Trunk, drafter: Drafter, prompt: Sequence[int], tokens: int) -> None:
-        self.model = _WatchedModel(trunk.model)
+        self.trunk = trunk
+        self.forward = _WatchedForward(trunk.forward)
         watched = copy.copy(trunk)
-        watched.model = self.model
+        watched.forward = self.forward  # type: ignore[method-assign]
         self.decoder = Decoder(watched, drafter, [Request(prompt, tokens)])
         self.session = _WatchedSession(self.decoder.session)
         self.decoder.session = self.session
         self.decoder.prefill()
-        self.cache_name = next(key for key, value in self.model.call.items() if value is self.decoder.cache)
         self.slot_cache = trunk.new_cache(1)
         self.library_cache = DynamicCache()
         ids_1T = torch.tensor([list(prompt)], device=trunk.device)
-        trunk.model(input_ids=ids_1T, use_cache=True, **{self.cache_name: self.library_cache})
+        trunk.model(**trunk.arguments(ids_1T, self.library_cache))
         self.turn = 0
 
     def step(self) -> _Parts:
         """Take one step, then repeat its forward with either cache."""
         lengths = list(self.decoder.cache.lengths)
         step = seconds(self.decoder.step)
-        nodes, inside = self.model.call["input_ids"].shape[1], (self.session.seconds, self.model.seconds)
+        nodes, inside = self.forward.call[0].shape[1], (self.session.seconds, self.forward.seconds)
         self.slot_cache.set_lengths(lengths)
         self.slot_cache.reserve(nodes)
         self.library_cache.crop(lengths[0] - self.library_cache.get_seq_length())
@@ -227,25 +227,23 @@ class _Watch:
         return _Parts(nodes, step, *inside, slot, library)
 
     def _bare(self, cache: SlotCache | DynamicCache) -> float:
-        call = self.model.call | {self.cache_name: cache, "output_hidden_states": False}
-        return seconds(lambda: self.model.model(**call))
+        ids_BN, _, mask, positions_BN = self.forward.call
+        call = self.trunk.arguments(ids_BN, cache, mask, positions_BN)
+        return seconds(lambda: self.trunk.model(**call))
 
 
-class _WatchedModel:
-    """Stands in for the trunk's model: keeps the arguments and the time of the last call."""
+class _WatchedForward:
+    """Stands in for the trunk's forward: keeps the arguments and the time of the last call."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.call: dict[str, Any] = {}
+    def __init__(self, forward: Callable[..., TrunkOutput]) -> None:
+        self.forward = forward
+        self.call: tuple[Any, ...] = ()
         self.seconds = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __call__(self, **kwargs: Any) -> Any:
-        self.call = kwargs
-        output: list[Any] = []
-        self.seconds = seconds(lambda: output.append(self.model(**kwargs)))
+    def __call__(self, *call: Any, **options: Any) -> TrunkOutput:
+        self.call = call
+        output: list[TrunkOutput] = []
+        self.seconds = seconds(lambda: output.append(self.forward(*call, **options)))
         return output[0]
 
 

@@ -51,24 +51,4 @@ def load_trunk(
     """The trunk that the checkpoint in ``folder`` belongs to. Raises UserError if it is no checkpoint."""
     manifest = read_manifest(folder)
     name, revision = trunk_source(folder, manifest), manifest.revision
-    return Trunk.load(name, dtype=as_dtype(dtype), device=as_device(device), revision=revision, check=check)
-
-
-def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """The dtype a name stands for; "auto" stays. Raises UserError for a name torch doesn't have."""
-    if dtype == "auto" or isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise UserError(f"dtype={dtype!r}: give auto, float32, bfloat16, float16 or float64")
-    return found
-
-
-def as_device(device: str | torch.device | None) -> str | torch.device | None:
-    """The device as given. Raises UserError if this machine or this build of torch lacks it."""
-    if device is not None:
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-            raise UserError(f"device={str(device)!r} is not there ({str(error).splitlines()[0]})") from error
-    return device
+    return Trunk.load(name, dtype=dtype, device=device, revision=revision, check=check)

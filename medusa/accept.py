@@ -18,14 +18,19 @@ from medusa.tree import DraftTree
 class Acceptance:
     """The accepted path of each row.
 
-    ``path_BA`` int64: node ids from the root (always accepted) downwards, -1 beyond the row's ``length_B`` (at least
-    1). ``next_token_B`` is the trunk's token after the path: the next root. Filler is never a token id, so that no
-    row can accept a token nobody drafted.
+    ``path_BA`` int64: node ids from the root (always accepted) downwards, -1 beyond the row's end. ``last_B`` is the
+    path's last node. ``next_token_B`` is the trunk's token after the path: the next root. Filler is never a token id,
+    so that no row can accept a token nobody drafted.
     """
 
     path_BA: Tensor
-    length_B: Tensor
+    last_B: Tensor
     next_token_B: Tensor
+
+    @property
+    def length_B(self) -> Tensor:
+        """Accepted nodes of each row, the root included: int64 [B], at least 1."""
+        return (self.path_BA >= 0).sum(-1)
 
 
 class AcceptRule(Protocol):
@@ -54,16 +59,12 @@ class DeterministicRule:
     def __call__(self, tree: DraftTree, p_BNV: Tensor, uniform_BN: Tensor | None) -> Acceptance:
         choice_BN = choose(p_BNV, uniform_BN)
         shape = tree.shape
-        agrees_BN = (tree.tokens_BN == choice_BN.gather(1, shape.parents.expand_as(choice_BN))) & tree.valid_BN
+        agrees_BN = (tree.tokens_BN == shape.at_parents(choice_BN)) & tree.valid_BN
         # a node is reached when all on its way agree; siblings are distinct, so there is one deepest such node
         reached_BN = (agrees_BN[:, None] | shape.off_path).all(-1)
-        return accept_up_to(tree, (reached_BN * shape.depths).argmax(-1, keepdim=True), choice_BN)
+        return accept_up_to(tree, (reached_BN * shape.depths).argmax(-1), choice_BN)
 
 
-def accept_up_to(tree: DraftTree, last_B1: Tensor, choice_BN: Tensor) -> Acceptance:
-    """The acceptance that ends at node ``last_B1``, continued by that node's entry of ``choice_BN``."""
-    shape = tree.shape
-    paths_BNA = shape.paths.expand(len(last_B1), -1, -1)
-    path_BA = paths_BNA.gather(1, last_B1[..., None].expand(-1, 1, shape.levels))[:, 0]
-    length_B = shape.depths.expand_as(choice_BN).gather(1, last_B1)[:, 0] + 1
-    return Acceptance(path_BA, length_B, choice_BN.gather(1, last_B1)[:, 0])
+def accept_up_to(tree: DraftTree, last_B: Tensor, choice_BN: Tensor) -> Acceptance:
+    """The acceptance that ends at node ``last_B``, continued by that node's entry of ``choice_BN``."""
+    return Acceptance(tree.shape.paths_to(last_B), last_B, choice_BN.gather(1, last_B[:, None])[:, 0])

@@ -10,7 +10,6 @@ Dimensions: B rows, N new tokens, A accepted nodes, S slots; layers' own: heads 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,18 +75,21 @@ class SlotCache(Cache):
     def __init__(self, layers: Sequence[LayerShape], rows: int) -> None:
         super().__init__(layers=[_LayerView(self) for _ in layers])
         self.lengths: list[int] = [0] * rows
-        self._places: list[tuple[tuple[PlaneShape, int], tuple[PlaneShape, int]]] = []
-        count: dict[PlaneShape, int] = defaultdict(int)
-        for layer in layers:
-            pair = []
-            for plane in (layer.keys, layer.values):
-                pair.append((plane, count[plane]))
+        planes = [(layer.keys, layer.values) for layer in layers]
+        kinds = list(dict.fromkeys(plane for pair in planes for plane in pair))
+        count = dict.fromkeys(kinds, 0)
+        self._places: list[list[tuple[int, int]]] = []  # of each layer's keys and values: storage, plane in it
+        for pair in planes:
+            self._places.append([])
+            for plane in pair:
+                self._places[-1].append((kinds.index(plane), count[plane]))
                 count[plane] += 1
-            self._places.append((pair[0], pair[1]))
-        self._storage = {
-            plane: torch.zeros(n, rows, plane.heads, 0, plane.size, dtype=plane.dtype, device=plane.device)
-            for plane, n in count.items()
-        }
+        self._storages = [
+            torch.zeros(count[plane], rows, plane.heads, 0, plane.size, dtype=plane.dtype, device=plane.device)
+            for plane in kinds
+        ]
+        self._planes: list[list[Tensor]] = []  # views of the storages, in the order of the layers
+        self._total = 0
         self._slots: dict[torch.device, Tensor] = {}
 
     @property
@@ -98,42 +100,41 @@ class SlotCache(Cache):
     @property
     def capacity(self) -> int:
         """Slots allocated per row."""
-        return next(iter(self._storage.values())).shape[3]
+        return self._storages[0].shape[3]
 
     def reserve(self, tokens: int) -> int:
         """Make room for ``tokens`` more slots behind every row; return the number of slots in view, T.
 
         To be called before each forward. The storage grows by whole blocks.
         """
-        total = self.longest + tokens
-        if total > self.capacity:
-            grown = -(-total // BLOCK) * BLOCK
-            for plane, old in self._storage.items():
-                # zeros, not empty: a masked slot still meets a weight of 0, and 0 x NaN would be NaN
-                new = old.new_zeros(*old.shape[:3], grown, plane.size)
-                new[:, :, :, : old.shape[3]] = old
-                self._storage[plane] = new
+        self._total = self.longest + tokens
+        if self._total > self.capacity:
+            grown = -(-self._total // BLOCK) * BLOCK
+            # zeros, not empty: a masked slot still meets a weight of 0, and 0 x NaN would be NaN
+            self._hold([torch.nn.functional.pad(old, (0, 0, 0, grown - old.shape[3])) for old in self._storages])
         self._slots = {}
         if len(set(self.lengths)) > 1:
             slots = torch.tensor(self.lengths)[:, None] + torch.arange(tokens)
-            self._slots = {plane.device: slots.to(plane.device)[:, None, :, None] for plane in self._storage}
-        return total
+            self._slots = {each.device: slots.to(each.device)[:, None, :, None] for each in self._storages}
+        return self._total
+
+    def _hold(self, storages: list[Tensor]) -> None:
+        self._storages = storages
+        self._planes = [[storages[storage][plane] for storage, plane in places] for places in self._places]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's new states ``[B, heads, N, size]`` behind each row; return all slots in view."""
-        keys, values = self._places[layer_idx]
-        return self._write(*keys, key_states), self._write(*values, value_states)
+        keys, values = self._planes[layer_idx]
+        return self._write(keys, key_states), self._write(values, value_states)
 
-    def _write(self, plane: PlaneShape, index: int, states: Tensor) -> Tensor:
-        stored = self._storage[plane][index]
-        tokens = states.shape[2]
+    def _write(self, plane: Tensor, states: Tensor) -> Tensor:
         if self._slots:
-            stored.scatter_(2, self._slots[states.device].expand_as(states), states)
+            plane.scatter_(2, self._slots[states.device].expand_as(states), states)
         else:
-            stored[:, :, self.lengths[0] : self.lengths[0] + tokens] = states
-        return stored[:, :, : self.longest + tokens]
+            plane.narrow(2, self.lengths[0], states.shape[2]).copy_(states)
+        return plane.narrow(2, 0, self._total)
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Declare the rows' lengths after a right-padded prefill: what lies beyond them counts as unwritten."""
@@ -142,30 +143,39 @@ class SlotCache(Cache):
     def commit(self, path_BA: Tensor, accepted: Sequence[int]) -> None:
         """Keep the accepted nodes: move slot ``length + path[i]`` to slot ``length + i`` and advance each length.
 
-        ``path_BA`` int64, -1 beyond a row's ``accepted`` count (0 leaves a row as it is). Path ids ascend, so what
-        is read is never below what is written.
+        ``path_BA`` int64, -1 beyond a row's ``accepted`` count (0 leaves a row as it is). All is read before anything
+        is written, and what is read is never below what is written, since path ids ascend.
         """
         width = max(accepted)
-        if width > 1 and path_BA.shape[0]:
-            start_B1 = torch.tensor(self.lengths, device=path_BA.device)[:, None]
-            path_BA = path_BA[:, :width]
-            target_BA = start_B1 + torch.arange(width, device=path_BA.device)
-            source_BA = torch.where(path_BA >= 0, start_B1 + path_BA, target_BA)
-            for plane, stored in self._storage.items():
-                shape = (stored.shape[0], stored.shape[1], plane.heads, width, plane.size)
-                source = source_BA.to(plane.device)[None, :, None, :, None].expand(shape)
-                target = target_BA.to(plane.device)[None, :, None, :, None].expand(shape)
-                stored.scatter_(3, target, stored.gather(3, source))
+        if width > 1:
+            move = self._move_one if len(accepted) == 1 else self._move_rows
+            move(path_BA[:, :width], width)
         self.lengths = [length + count for length, count in zip(self.lengths, accepted, strict=True)]
+
+    def _move_one(self, path_BA: Tensor, width: int) -> None:
+        """One row: a selection of slots and a copy, which is less work than scattering."""
+        start = self.lengths[0]
+        source_A = path_BA[0] + start
+        for stored in self._storages:
+            stored.narrow(3, start, width).copy_(stored.index_select(3, source_A.to(stored.device)))
+
+    def _move_rows(self, path_BA: Tensor, width: int) -> None:
+        """Rows of different lengths; beyond a row's count its slots are written back as they are."""
+        start_B1 = torch.tensor(self.lengths, device=path_BA.device)[:, None]
+        target_BA = start_B1 + torch.arange(width, device=path_BA.device)
+        source_BA = torch.where(path_BA >= 0, start_B1 + path_BA, target_BA)
+        for stored in self._storages:
+            shape = (*stored.shape[:3], width, stored.shape[4])
+            source = source_BA.to(stored.device)[None, :, None, :, None].expand(shape)
+            target = target_BA.to(stored.device)[None, :, None, :, None].expand(shape)
+            stored.scatter_(3, target, stored.gather(3, source))
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``, in that order: finished rows leave, the others close up."""
-        for plane, stored in self._storage.items():
-            self._storage[plane] = stored[:, torch.tensor(list(rows), device=plane.device)]
+        self._hold([stored[:, torch.tensor(list(rows), device=stored.device)] for stored in self._storages])
         self.lengths = [self.lengths[row] for row in rows]
 
     def read(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor]:
         """A row's committed keys and values of one layer: ``[heads, length, size]`` each."""
-        (key_plane, key), (value_plane, value) = self._places[layer_idx]
-        length = self.lengths[row]
-        return self._storage[key_plane][key, row, :, :length], self._storage[value_plane][value, row, :, :length]
+        keys, values = self._planes[layer_idx]
+        return keys[row, :, : self.lengths[row]], values[row, :, : self.lengths[row]]

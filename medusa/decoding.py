@@ -75,8 +75,8 @@ class Decoder:
                 " frequencies change: decode the longer ones apart"
             )
         self.left = [_allowance(trunk, request, row) for row, request in enumerate(self.requests)]
-        self.slots = list(range(len(self.requests)))  # which request each slot of the batch serves
-        self.live = set(self.slots)
+        self.live = set(range(len(self.requests)))
+        self._serve(list(self.live))
 
     @torch.inference_mode()
     def prefill(self) -> Step:
@@ -101,15 +101,14 @@ class Decoder:
         after = [length + 1 for length in self.cache.lengths]  # where the token after the root will stand
         p_BNV, uniform_BN = self._laws(verified.logits, after, tree.shape.depths)
         acceptance = self.rule(tree, p_BNV, uniform_BN)
-        path_BA = acceptance.path_BA
-        tokens_BA = tree.tokens_BN.gather(1, path_BA.clamp(min=0))
-        # the step's one transfer: each row's accepted count, its path's tokens and the token after them
-        packed = torch.cat([acceptance.length_B[:, None], tokens_BA, acceptance.next_token_B[:, None]], 1).tolist()
-        counts = [row[0] for row in packed]
-        self.cache.commit(path_BA, counts)
         self.session.commit(tree, verified, acceptance)
         self.root_B = acceptance.next_token_B
-        return self._emit([[*row[2 : row[0] + 1], row[-1]] for row in packed], tree.size)
+        # the step's one transfer: the trees' tokens, the token after each accepted path, and the path
+        packed = torch.cat([tree.tokens_BN, self.root_B[:, None], acceptance.path_BA], 1).tolist()
+        paths = [[node for node in row[tree.size + 1 :] if node >= 0] for row in packed]
+        self.cache.commit(acceptance.path_BA, [len(path) for path in paths])
+        new = [[*(row[node] for node in path[1:]), row[tree.size]] for row, path in zip(packed, paths, strict=True)]
+        return self._emit(new, tree.size)
 
     def finish(self, row: int) -> None:
         """End a row from outside, for a stop string or a client that left."""
@@ -120,11 +119,10 @@ class Decoder:
 
         ``after[b]`` is the position that follows the row's root, ``depths`` [B|1, N] those of the nodes.
         """
-        sampling = [self.requests[row].sampling for row in self.slots]
-        p_BNV = to_probs(logits_BNV, sampling)
-        if all(params.temperature == 0 for params in sampling):
+        p_BNV = to_probs(logits_BNV, self.sampling)
+        if self.greedy:
             return p_BNV, None
-        seed_B = torch.tensor([params.seed for params in sampling], device=depths.device)
+        seed_B = torch.tensor([params.seed for params in self.sampling], device=depths.device)
         positions_BN = torch.tensor(after, device=depths.device)[:, None] + depths
         return p_BNV, self.draws.uniform(seed_B, positions_BN, TOKEN).to(p_BNV.device)
 
@@ -156,7 +154,13 @@ class Decoder:
         self.cache.select(kept)
         self.session.select(kept)
         self.root_B = self.root_B[kept]
-        self.slots = [self.slots[slot] for slot in kept]
+        self._serve([self.slots[slot] for slot in kept])
+
+    def _serve(self, slots: list[int]) -> None:
+        """Note which request each slot of the batch serves."""
+        self.slots = slots
+        self.sampling = [self.requests[row].sampling for row in slots]
+        self.greedy = all(params.temperature == 0 for params in self.sampling)
 
 
 def decode(
@@ -167,6 +171,8 @@ def decode(
     draws: Draws | None = None,
 ) -> Iterator[Step]:
     """Decode a batch to its end, step by step; the first step is the prefill."""
+    if not requests:
+        return
     decoder = Decoder(trunk, drafter, requests, rule, draws)
     yield decoder.prefill()
     while decoder.live:

@@ -8,45 +8,40 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
-VALUES = 64  # leading values of each tensor: enough to tell trunks apart, and no 16 GB are read
-ROUNDS_ALIKE = (torch.float64, torch.float32, torch.bfloat16)  # loads that agree once rounded to bf16
+VALUES = 256  # leading values of each tensor: enough to tell trunks apart, and no 16 GB are read
 
 
 def fingerprint(model: Any) -> str:
     """Sixteen hexadecimal digits that name a model's weights, the same in whatever type they are loaded.
 
-    Values are rounded to bf16 and tensors named by their content alone, since the library's names for them move. A
-    quantised or fp16 load no longer holds those values: there the source files are read, if they are at hand.
+    What is hashed are signs, which no rounding changes, and tensors are named by their content alone, since the
+    library's names for them move. A quantised load rounds to zero: there the source files are read, if at hand.
     """
     config = model.config.get_text_config()
-    shape = {
-        key: getattr(config, key, None) for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
-    }
-    exact = model.dtype in ROUNDS_ALIKE and getattr(model, "hf_quantizer", None) is None
+    sizes = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+    shape = {key: getattr(config, key, None) for key in sizes}
     source = Path(getattr(model, "name_or_path", "") or "/nonexistent")
-    tensors = _of_files(source) if not exact and any(source.glob("*.safetensors")) else _of_memory(model)
+    quantised = getattr(model, "hf_quantizer", None) is not None and any(source.glob("*.safetensors"))
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    for part in sorted({_part(values) for values in tensors}):  # a set: tied weights may be listed once or twice
-        digest.update(part)
+    for part in sorted({_part(values) for values in (_of_files(source) if quantised else _of_memory(model))}):
+        digest.update(part)  # of a set: tied weights may be listed once or twice
     return digest.hexdigest()[:16]
 
 
 def _part(values: Tensor) -> bytes:
-    rounded = values.detach().cpu().float().bfloat16().float()
-    return hashlib.sha256(rounded.contiguous().numpy().tobytes()).digest()
+    return hashlib.sha256(values.detach().signbit().cpu().numpy().tobytes()).digest()
 
 
 def _of_files(folder: Path) -> Iterator[Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - not a dict
-                yield weights.get_slice(name)[:1].flatten()[:VALUES]
+                yield weights.get_slice(name)[:VALUES].flatten()[:VALUES]
 
 
 def _of_memory(model: Any) -> Iterator[Tensor]:
     for parameter in model.parameters():
-        yield parameter[:1].flatten()[:VALUES]
+        yield parameter[:VALUES].flatten()[:VALUES]

@@ -12,6 +12,8 @@ from statistics import median
 
 import torch
 
+from medusa.errors import UserError
+
 
 def describe() -> dict[str, str | int]:
     """What a reader of a measurement wants to know: processor, cores, threads in use, versions."""
@@ -64,3 +66,23 @@ def pick_threads(work: Callable[[], object], repeats: int = 5) -> int:
     best = min(counts, key=lambda count: median(times[count][1:]))  # the first call warms up
     torch.set_num_threads(best)
     return best
+
+
+def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """The dtype a name stands for; "auto" stays. Raises UserError for a name torch doesn't have."""
+    if dtype == "auto" or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise UserError(f"dtype={dtype!r}: give auto, float32, bfloat16, float16 or float64")
+    return found
+
+
+def as_device(device: str | torch.device | None) -> str | torch.device | None:
+    """The device as given. Raises UserError if this machine or this build of torch lacks it."""
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+            raise UserError(f"device={str(device)!r} is not there ({str(error).splitlines()[0]})") from error
+    return device

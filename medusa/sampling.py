@@ -45,6 +45,7 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "at least 0 (0 keeps all)"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1] (1 keeps all)"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1) (0 keeps all)"),
+            "seed": (0 <= self.seed < 1 << 63, "in 0..2**63-1"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
@@ -57,6 +58,7 @@ def to_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     The filters act in the order of Hugging Face's warpers: temperature, top-k, top-p, min-p.
     """
     greedy = [param.temperature == 0 for param in params]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # sums of half-precision laws are far off
     if all(greedy):
         return _one_hot(logits)
     laws = torch.empty_like(logits)
@@ -70,7 +72,7 @@ def _one_hot(logits: Tensor) -> Tensor:
 
 
 def _soft(logits: Tensor, param: SamplingParams) -> Tensor:
-    logits = logits / param.temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / param.temperature  # at most 0: nothing overflows to inf
     if 0 < param.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(param.top_k).values[..., -1:], -torch.inf)
     if param.top_p < 1:

@@ -64,7 +64,7 @@ def tree_error(trunk: Trunk) -> float:
 
 
 def check_projection(trunk: Trunk) -> None:
-    """Raise UserError unless ``trunk.project`` of the last state is what the trunk itself returns as logits."""
+    """Raise UserError unless a projection like the trunk's own, of its last state, gives what it returns as logits."""
     ids = torch.arange(4, device=trunk.device)[None] % trunk.vocab_size
     output = trunk.forward(ids)
     if trunk.hidden_size != output.hidden.shape[-1]:
@@ -72,9 +72,30 @@ def check_projection(trunk: Trunk) -> None:
             f"model type {trunk.family!r} projects states of {output.hidden.shape[-1]} to {trunk.hidden_size} before"
             " its vocabulary: heads can't read them; use another trunk"
         )
-    error = (trunk.project(output.hidden) - output.logits).abs().max().item()
+    head = trunk.model.get_output_embeddings()
+    error = (trunk.project(output.hidden, head.weight, head.bias) - output.logits).abs().max().item()
     if not error <= 1e-2 * max(1.0, output.logits.abs().max().item()):
         raise UserError(
             f"model type {trunk.family!r} does more after its vocabulary projection than heads can repeat (off by"
             f" {error:.2g}): use another trunk"
         )
+
+
+@torch.no_grad()
+def projects_directly(trunk: Trunk) -> bool:
+    """Whether the model's logits are, to the bit, ``trunk.project`` of its body's last state.
+
+    If so, verification may call the body and project: less is computed around it, and no states are collected.
+    """
+    ids = torch.arange(4, device=trunk.device)[None] % trunk.vocab_size
+    output = trunk.forward(ids)
+    body = getattr(trunk.model, "base_model", trunk.model)
+    if body is trunk.model:
+        return False
+    try:
+        state = getattr(body(**trunk.arguments(ids)), "last_hidden_state", None)
+    except TypeError:  # a body with other arguments than the whole model's
+        return False
+    if state is None or not torch.equal(state, output.hidden) or state.shape[-1] != trunk.hidden_size:
+        return False
+    return torch.equal(trunk.project(state), output.logits)

@@ -218,10 +218,34 @@ class Shape:
         off_path[..., 0] = True  # the root was chosen before
         return off_path
 
+    def at_parents(self, values_BN: Tensor) -> Tensor:
+        """Each node's parent's value; the root's own at the root."""
+        if self.parents.shape[0] == 1:
+            return values_BN.index_select(1, self.parents[0])
+        return values_BN.gather(1, self.parents)
+
+    def paths_to(self, last_B: Tensor) -> Tensor:
+        """The way from the root to each row's node: int64 [B, A], -1 beyond it."""
+        if self.paths.shape[0] == 1:
+            return self.paths[0].index_select(0, last_B)
+        return self.paths[torch.arange(len(last_B), device=last_B.device), last_B]
+
+    def bias_behind(self, length: int, dtype: torch.dtype) -> Tensor:
+        """Additive mask [B|1, 1, N, length + N] of the tree behind a prefix that every node sees.
+
+        A view into one buffer, zeros and then the tree: a longer prefix begins further left. It grows by doubling.
+        """
+        bias = self._buffer.get(dtype)
+        size = self.depths.shape[-1]
+        if bias is None or bias.shape[-1] < length + size:
+            room = 2 * max(length, 128)
+            bias = torch.nn.functional.pad(as_bias(self.ancestors, dtype), (room, 0))[:, None]
+            self._buffer[dtype] = bias
+        return bias[..., bias.shape[-1] - size - length :]
+
     @cached_property
-    def hidden(self) -> Tensor:
-        """Bool [B|1, N, N]: the nodes that a node must not see."""
-        return ~self.ancestors
+    def _buffer(self) -> dict[torch.dtype, Tensor]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -245,38 +269,6 @@ class DraftTree:
         return self.tokens_BN.shape[1]
 
 
-def attention_bias(
-    shape: Shape, lengths: Sequence[int], total: int, dtype: torch.dtype, window: int | None = None
-) -> Tensor | None:
-    """Additive mask of a tree step: ``[B|1, 1, N, total]``, 0 where a node may look, else the dtype's minimum.
-
-    Row ``b`` holds its prefix in slots ``0 .. lengths[b]-1`` and the tree in the N slots after it. A node sees the
-    prefix and its own ancestors, itself included; within a sliding ``window`` only keys whose *logical* position is
-    less than ``window`` behind its own. None when every node sees every slot. (Additive, because eager attention
-    adds whatever mask it gets.)
-    """
-    size = shape.depths.shape[-1]
-    if window is not None and max(lengths) + shape.levels <= window:
-        window = None  # the window reaches back to the start of every row
-    shared = window is None and len(set(lengths)) == 1
-    if shared and size == 1 and total == lengths[0] + 1:
-        return None
-    lowest = torch.finfo(dtype).min
-    if shared:
-        bias = torch.zeros(*shape.hidden.shape[:2], total, dtype=dtype, device=shape.hidden.device)
-        bias[..., lengths[0] : lengths[0] + size].masked_fill_(shape.hidden, lowest)
-        bias[..., lengths[0] + size :] = lowest
-        return bias[:, None]
-    device = shape.depths.device
-    length_B1 = torch.tensor(lengths, device=device)[:, None]
-    slot_BT = torch.arange(total, device=device) - length_B1  # < 0: the prefix; 0 .. N-1: the tree's nodes
-    node_BT = slot_BT.clamp(0, size - 1)
-    rows = len(lengths)
-    index_BNT = node_BT[:, None, :].expand(rows, size, total)
-    seen_BNT = shape.ancestors.expand(rows, -1, -1).gather(2, index_BNT) & (slot_BT < size)[:, None, :]
-    seen_BNT |= (slot_BT < 0)[:, None, :]
-    if window is not None:
-        key_BT = length_B1 + torch.where(slot_BT < 0, slot_BT, shape.depths.expand(rows, -1).gather(1, node_BT))
-        query_BN = length_B1 + shape.depths
-        seen_BNT &= key_BT[:, None, :] > query_BN[:, :, None] - window
-    return torch.zeros(seen_BNT.shape, dtype=dtype, device=device).masked_fill_(~seen_BNT, lowest)[:, None]
+def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bool -> additive mask: 0 where seen, else the dtype's minimum."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

@@ -16,14 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
 
 from medusa.cache import LayerShape, PlaneShape, SlotCache
 from medusa.errors import UserError
+from medusa.family import context, refuse_by_config, turning_point, windows
 from medusa.fingerprint import fingerprint
-from medusa.selfcheck import check_tree
-from medusa.tree import DraftTree, attention_bias
+from medusa.machine import as_device, as_dtype
+from medusa.mask import attention_bias
+from medusa.selfcheck import check_tree, projects_directly
+from medusa.tree import DraftTree
+
+# What the library raises for a folder that is broken in one way or another.
+LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -55,15 +62,21 @@ class Trunk:
                 f"model type {self.family!r} is an encoder-decoder: a trunk must be a causal language model"
             )
         parameters = inspect.signature(model.forward).parameters
-        self._refuse_biased(parameters)
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
-        self._keeps = "logits_to_keep" in parameters
+        refuse_by_config(self.family, self.config, "position_ids" in parameters)
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         if self._head is None:
             raise UserError(f"model type {self.family!r} has no language-modelling head: give a causal language model")
-        self.windows = self._find_windows()
-        self._turning_point = self._find_turning_point()
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._keeps = "logits_to_keep" in parameters
+        self._by_type = getattr(self.config, "layer_types", None) is not None
+        self.dtype: torch.dtype = model.dtype
+        self.windows = windows(self.config)
+        self.context = context(self.config)
+        self._turning_point, self._turns_on = turning_point(self.config)
+        self._body: Any = None
         self.layers = self._find_layers()
+        if projects_directly(self):
+            self._body = model.base_model
         if check:
             check_tree(self)
 
@@ -89,24 +102,27 @@ class Trunk:
                 raise UserError(
                     f"trunk {name} is of type {config.model_type!r}, an encoder-decoder: give a causal language model"
                 )
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, revision=revision, **options)
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                name, dtype=as_dtype(dtype), revision=revision, output_loading_info=True, **options
+            )
+            if loading["missing_keys"]:  # the library fills them with random numbers and a line in the log
+                raise UserError(
+                    f"trunk {name} lacks the weights {', '.join(sorted(loading['missing_keys'])[:3])}: get the whole"
+                    " checkpoint"
+                )
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-        except (OSError, ValueError, KeyError, TypeError) as error:  # what from_pretrained raises for a bad folder
+        except LOADING_ERRORS as error:
             if isinstance(error, UserError):
                 raise
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
             raise UserError(f"trunk {name} cannot be loaded: {reason} (give a folder or a hub id)") from error
+        device = as_device(device)
         return cls(model.to(device) if device is not None else model, tokenizer, check=check)
 
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
         return self._embedding.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the hidden states."""
-        return self.model.dtype
 
     @property
     def vocab_size(self) -> int:
@@ -124,12 +140,9 @@ class Trunk:
         return self.vocab_size if self.tokenizer is None else min(self.vocab_size, len(self.tokenizer))
 
     @property
-    def context(self) -> int | None:
-        """Most positions the trunk can take; None if it knows no limit."""
-        for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
-            if isinstance(getattr(self.config, key, None), int):
-                return getattr(self.config, key)
-        return None
+    def embedding_values(self) -> int:
+        """Numbers in the input embedding."""
+        return self._embedding.weight.numel()
 
     def horizon(self, length: int) -> int | None:
         """The position that a text of ``length`` tokens may not reach; None if there is no limit.
@@ -137,7 +150,7 @@ class Trunk:
         Where rotary frequencies depend on a forward's largest position, what is cached on one side of that change is
         wrong on the other: a text that begins before it ends there.
         """
-        if self._turning_point is not None and (length < self._turning_point or self._turns_ever_after):
+        if self._turning_point is not None and (length <= self._turning_point or self._turns_on):
             return self._turning_point
         return self.context
 
@@ -165,9 +178,7 @@ class Trunk:
         Applies what the trunk does after it (Cohere's scale, Granite's division, Gemma's softcap). Whether that is
         the trunk's own path is what ``check_projection`` finds out.
         """
-        if weight is None:
-            weight, bias = self._head.weight, self._head.bias
-        logits = torch.nn.functional.linear(hidden, weight, bias)
+        logits = self._head(hidden) if weight is None else torch.nn.functional.linear(hidden, weight, bias)
         if (scale := getattr(self.config, "logit_scale", None)) is not None:
             logits = logits * scale
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
@@ -190,22 +201,35 @@ class Trunk:
 
         ``keep``: 0 for the logits of all positions, n for the last n, or the indices along T. ``layers``: whose
         output states to return as well (0 is the embedding).
+
+        Where the model's logits were found to be, to the bit, the projection of its body's last state, the body is
+        called and projected here; elsewhere the whole model is called, and asked for its hidden states.
         """
-        kwargs: dict[str, Any] = {"logits_to_keep": keep} if self._keeps else {}
-        if cache is not None:
-            kwargs[self._cache_name] = cache
-        if positions_BT is not None:
-            kwargs["position_ids"] = positions_BT
-        output = self.model(
-            input_ids=ids_BT,
-            attention_mask=mask,
-            use_cache=cache is not None,
-            output_hidden_states=True,
-            return_dict=True,
-            **kwargs,
-        )
+        arguments = self.arguments(ids_BT, cache, mask, positions_BT)
+        if self._body is not None and not layers:
+            hidden = self._body(**arguments).last_hidden_state
+            return TrunkOutput(self.project(_keep(hidden, keep)), hidden)
+        if self._keeps:
+            arguments["logits_to_keep"] = keep
+        output = self.model(output_hidden_states=True, **arguments)
+        logits = output.logits if self._keeps else _keep(output.logits, keep)
         states = output.hidden_states
-        return TrunkOutput(output.logits, states[-1], tuple(states[layer] for layer in layers))
+        return TrunkOutput(logits, states[-1], tuple(states[layer] for layer in layers))
+
+    def arguments(
+        self,
+        ids_BT: Tensor,
+        cache: Any = None,
+        mask: Tensor | dict[str, Tensor | None] | None = None,
+        positions_BT: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """What the model's forward is called with, by this family's own names."""
+        given: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": mask, "use_cache": cache is not None}
+        if cache is not None:
+            given[self._cache_name] = cache
+        if positions_BT is not None:
+            given["position_ids"] = positions_BT
+        return given | {"return_dict": True}
 
     def prefill(self, ids_BT: Tensor, lengths: Sequence[int], cache: SlotCache) -> tuple[Tensor, Tensor, TrunkOutput]:
         """Read right-padded prompts into an empty cache.
@@ -218,7 +242,7 @@ class Trunk:
         cache.reserve(ids_BT.shape[1])
         positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None].expand_as(ids_BT)
         output = self.forward(ids_BT, cache, None, positions, keep=kept)
-        column_B = torch.searchsorted(kept, last_B) if self._keeps else last_B
+        column_B = torch.searchsorted(kept, last_B)
         cache.set_lengths(lengths)
         return output.logits[rows, column_B], output.hidden[rows, last_B], output
 
@@ -226,8 +250,10 @@ class Trunk:
         """Score every node of every row's tree in one forward: logits [B, N, V], hidden [B, N, D]."""
         lengths = cache.lengths
         total = cache.reserve(tree.size)
-        start_B1 = torch.tensor(lengths, device=tree.tokens_BN.device)[:, None]
-        positions_BN = start_B1 + tree.shape.depths
+        if len(set(lengths)) == 1:
+            positions_BN = (tree.shape.depths + lengths[0]).expand_as(tree.tokens_BN)
+        else:
+            positions_BN = torch.tensor(lengths, device=tree.tokens_BN.device)[:, None] + tree.shape.depths
         horizon = self.horizon(min(lengths))
         if horizon is not None and cache.longest + tree.shape.levels > horizon:
             positions_BN = positions_BN.clamp(max=horizon - 1)  # nodes beyond it are past a row's limit
@@ -238,48 +264,13 @@ class Trunk:
         mask = masks if self._by_type else masks["full_attention"]
         return self.forward(tree.tokens_BN, cache, mask, positions_BN)
 
-    def _refuse_biased(self, parameters: Any) -> None:
-        """Refuse by name what no short trial would show: attention that does not go by explicit positions."""
-        local = "local" in (getattr(self.config, "attention_layers", None) or ())
-        if "position_ids" not in parameters or getattr(self.config, "alibi", False) or local:
-            raise UserError(
-                f"model type {self.family!r} does not attend by explicit positions (it has ALiBi or local layers), so a"
-                " token tree can't be scored exactly: use a trunk with rotary or learned positions"
-            )
-
-    def _find_turning_point(self) -> int | None:
-        """The position at which rotary frequencies change, if they do; whether they go on changing beyond it."""
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        kinds = [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
-        self._turns_ever_after = any(kind.get("rope_type") == "dynamic" for kind in kinds)
-        for kind in kinds:
-            if kind.get("rope_type") in ("longrope", "dynamic"):
-                own = getattr(self.config, "original_max_position_embeddings", None)
-                return kind.get("original_max_position_embeddings") or own or self.context
-        return None
-
-    def _find_windows(self) -> dict[str, int | None]:
-        """Sliding window per layer type; a model without layer types has one entry, for all of its layers."""
-        kinds = getattr(self.config, "layer_types", None)
-        window = getattr(self.config, "sliding_window", None)
-        self._by_type = kinds is not None
-        if kinds is None:
-            return {"full_attention": window}
-        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-        if unknown:
-            raise UserError(
-                f"model type {self.family!r} has layers of type {', '.join(unknown)}, which can't roll back a rejected"
-                " draft: use a trunk with full or sliding attention only"
-            )
-        return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
-
     @torch.no_grad()
     def _find_layers(self) -> list[LayerShape]:
         """Read the shape of every layer's keys and values off a forward of one token."""
         probe = DynamicCache(config=self.config)
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         try:
-            output = self.model(input_ids=ids, use_cache=True, return_dict=True, **{self._cache_name: probe})
+            output = self.model(**self.arguments(ids, probe))
             held = getattr(output, self._cache_name)
             pairs = [(layer.keys, layer.values) for layer in held.layers]
             return [LayerShape(_plane(keys), _plane(values)) for keys, values in pairs]
@@ -288,6 +279,13 @@ class Trunk:
                 f"model type {self.family!r} keeps no plain key/value cache, so a rejected draft can't be rolled back:"
                 " use an attention-only causal language model as the trunk"
             ) from error
+
+
+def _keep(values_BT: Tensor, keep: int | Tensor) -> Tensor:
+    """The columns that ``keep`` names: 0 for all, n for the last n, or indices."""
+    if isinstance(keep, int):
+        return values_BT[:, -keep:] if keep else values_BT
+    return values_BT[:, keep]
 
 
 def _plane(states: Tensor) -> PlaneShape:

@@ -44,10 +44,18 @@ LAYERS: list[tuple[str, list[str]]] = [
             "medusa.progress",
         ],
     ),
-    ("L0", ["medusa.accept", "medusa.sampling", "medusa.tree"]),
+    ("L0", ["medusa.accept", "medusa.mask", "medusa.sampling", "medusa.tree"]),
     (
         "L1",
-        ["medusa.cache", "medusa.checkpoint", "medusa.fingerprint", "medusa.heads", "medusa.selfcheck", "medusa.trunk"],
+        [
+            "medusa.cache",
+            "medusa.checkpoint",
+            "medusa.family",
+            "medusa.fingerprint",
+            "medusa.heads",
+            "medusa.selfcheck",
+            "medusa.trunk",
+        ],
     ),
     ("L2", ["medusa.drafters"]),
     ("L3", ["medusa.calibrate", "medusa.decoding", "medusa.testing"]),
@@ -65,10 +73,11 @@ SIDEWAYS = {
     "medusa.calibrate": ["medusa.decoding"],
     "medusa.checkpoint": ["medusa.fingerprint", "medusa.heads", "medusa.trunk"],
     "medusa.drafters": ["medusa.drafters.base"],
+    "medusa.mask": ["medusa.tree"],
     "medusa.heads": ["medusa.selfcheck", "medusa.trunk"],
     "medusa.selfcheck": ["medusa.trunk"],
     "medusa.testing": ["medusa.decoding"],
-    "medusa.trunk": ["medusa.cache", "medusa.fingerprint", "medusa.selfcheck"],
+    "medusa.trunk": ["medusa.cache", "medusa.family", "medusa.fingerprint", "medusa.selfcheck"],
 }
 
 # Corpora know nothing of models, recipes nothing of code.

@@ -27,6 +27,7 @@ class MedusaDrafter:
 
     def __init__(self, heads: MedusaHeads, topology: Topology) -> None:
         check_depth(topology, heads.config)
+        heads.remember_embeddings()
         if max(topology.ranks) >= heads.trunk.draftable:
             raise UserError(
                 f"the tree takes rank {max(topology.ranks)} of {heads.trunk.draftable} tokens: ranks count from 0 and"
@@ -131,8 +132,8 @@ class MedusaSession:
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
         """Keep the state of the last accepted node."""
-        last_B1 = acceptance.path_BA.gather(1, acceptance.length_B[:, None] - 1)
-        self.hidden_BD = verified.hidden.gather(1, last_B1[..., None].expand(-1, 1, verified.hidden.shape[-1]))[:, 0]
+        last_B11 = acceptance.last_B[:, None, None]
+        self.hidden_BD = verified.hidden.gather(1, last_B11.expand(-1, 1, verified.hidden.shape[-1]))[:, 0]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``."""

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa.tree import Shape, Topology, ancestor_matrix, attention_bias
+from medusa.mask import attention_bias
+from medusa.tree import Shape, Topology, ancestor_matrix
 
 FAST = settings(max_examples=60, deadline=None)
 

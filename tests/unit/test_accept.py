@@ -198,8 +198,8 @@ class FreshDrawPerChild:
         agrees_BN = (drawn_BN == tree.tokens_BN) & tree.valid_BN
         agrees_BN[:, 0] = True
         reached_BN = ~(tree.shape.ancestors & ~agrees_BN[:, None]).any(-1)
-        last_B1 = torch.where(reached_BN, tree.shape.depths, -1).argmax(-1, keepdim=True)
-        return accept_up_to(tree, last_B1, choose(p_BNV, uniform_BN))
+        last_B = torch.where(reached_BN, tree.shape.depths, -1).argmax(-1)
+        return accept_up_to(tree, last_B, choose(p_BNV, uniform_BN))
 
 
 @pytest.mark.parametrize("rule", [ArgmaxRoot(), FreshDrawPerChild()], ids=lambda rule: type(rule).__name__)

@@ -218,23 +218,22 @@ def test_an_output_that_ends_early_is_a_mismatch(trunk: Trunk) -> None:
 
 def test_a_step_is_taken_apart_at_its_own_shape(trunk: Trunk) -> None:
     heads = heads_of(trunk)
-    calls: list[tuple[int, int, bool]] = []
+    calls: list[tuple[int, int]] = []
 
     def note(module, args, kwargs) -> None:
         cache = kwargs.get("past_key_values", kwargs.get("cache"))
         if kwargs.get("position_ids") is not None and kwargs["input_ids"].shape[1] == TREE.size:
-            calls.append((cache.get_seq_length(), kwargs["position_ids"].min().item(), kwargs["output_hidden_states"]))
+            calls.append((cache.get_seq_length(), kwargs["position_ids"].min().item()))
 
-    handle = trunk.model.register_forward_pre_hook(note, with_kwargs=True)
+    handle = trunk.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
     found = dissect(trunk, {"it": MedusaDrafter(heads, TREE)}, PROMPTS[:1], 12)["it"]
     handle.remove()
     assert found.cost.nodes == TREE.size
-    # each step's forward is repeated twice, with the same cache length, and without asking for hidden states
+    # each step's forward is repeated twice, with the same cache length
     assert len(calls) % 3 == 0 and len(calls) >= 3 * found.cost.steps
     for start in range(0, len(calls), 3):
-        (length, position, hidden), *bare = calls[start : start + 3]
-        assert length == position and hidden
-        assert bare == [(length, position, False)] * 2
+        (length, position), *bare = calls[start : start + 3]
+        assert length == position and bare == [(length, position)] * 2
     cost = found.cost
     assert cost.bare_ms == min(cost.bare_slot_cache_ms, cost.bare_library_cache_ms)
     assert cost.step_ms > cost.heads_ms > 0 and cost.step_ms > cost.forward_ms

@@ -74,20 +74,38 @@ def test_embeddings_are_read_at_one_scale() -> None:
     )
 
 
+def test_drafting_leaves_heads_as_they_were_and_trainable() -> None:
+    # drafters may be made in mid-training, to measure, and under inference mode
+    heads = random_heads(trunk_of(), HeadsConfig("root", num=1))
+    ids = torch.arange(VOCAB)
+    before = heads.embed(ids)
+    with torch.inference_mode():
+        MedusaDrafter(heads, Topology.chain(1))
+    assert torch.equal(heads.embed(ids), before)
+    states = torch.randn(VOCAB, 32, dtype=torch.float64)
+    heads.logits(0, heads.features(0, states, heads.context(0, heads.embed(ids[:, None])))).sum().backward()
+    assert all(parameter.grad is not None for parameter in heads.parameters())
+    assert all(name.startswith("heads.") for name in heads.state_dict())
+
+
 def test_heads_share_nothing_with_each_other_nor_own_the_trunk() -> None:
     trunk = trunk_of()
-    heads = MedusaHeads(HeadsConfig("hydra", num=3, layers=2), trunk)
+    heads = MedusaHeads(HeadsConfig("hydra", num=3, layers=3), trunk)
     places = [parameter.data_ptr() for parameter in heads.parameters()]
-    assert len(set(places)) == len(places) == 3 * (2 * 2 + 1)
+    assert len(set(places)) == len(places) == 3 * (3 * 2 + 1)
     assert not set(places) & {parameter.data_ptr() for parameter in trunk.model.parameters()}
     assert all(name.startswith("heads.") for name in heads.state_dict())
     assert sum(parameter.numel() for parameter in heads.parameters()) == sum(
-        32 * (32 + 32 * (head + 1)) + 32 + 32 * 32 + 32 + VOCAB * 32 for head in range(3)
+        32 * (32 + 32 * (head + 1)) + 32 + 2 * (32 * 32 + 32) + VOCAB * 32 for head in range(3)
     )
-    first, second = heads.heads[0].blocks
+    first, second, third = heads.heads[0].blocks
     with torch.no_grad():
-        first.linear.weight += 1
-    assert not second.linear.weight.any() and not heads.heads[1].blocks[1].linear.weight.any()
+        second.linear.weight += 1
+    assert (
+        not first.linear.weight.any()
+        and not third.linear.weight.any()
+        and not heads.heads[1].blocks[1].linear.weight.any()
+    )
 
 
 def test_shared_projections_hold_no_vocabulary() -> None:
@@ -141,8 +159,9 @@ def test_states_that_are_projected_out_are_read_after_that() -> None:
 
 
 def test_heads_can_not_repeat_an_unknown_last_step() -> None:
-    trunk = tiny_trunk("llama")
-    trunk.config.logit_scale = 0.9  # as if the trunk did not do what its config says
+    model = tiny_model("llama")
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 0.9)  # nothing in its config says so
+    trunk = Trunk(model)
     with pytest.raises(UserError, match="'llama'"):
         MedusaHeads(HeadsConfig(), trunk)
 

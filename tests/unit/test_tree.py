@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from medusa.errors import UserError
-from medusa.tree import DraftTree, Shape, Topology, ancestor_matrix, attention_bias
+from medusa.mask import attention_bias
+from medusa.tree import DraftTree, Shape, Topology, ancestor_matrix
 
 FULL = [[0], [0, 0], [0, 1], [1], [1, 0], [1, 1]]  # widths 2, 2
 
@@ -147,3 +148,15 @@ def test_masked_slots_get_the_lowest_finite_number() -> None:
     bias = attention_bias(Shape.static(Topology.full([2]), "cpu"), [2], 5, torch.float32)
     assert bias is not None and bias.shape == (1, 1, 3, 5) and bias.dtype == torch.float32
     assert sorted(set(bias.flatten().tolist())) == [torch.finfo(torch.float32).min, 0.0]
+
+
+def test_one_shape_serves_prefixes_of_any_length_and_type() -> None:
+    # a session keeps its shape from step to step, and whatever was made for one step must be right for the next
+    shape = Shape.static(Topology.full([2, 1]), "cpu")
+    for length in (5, 250, 251, 3, 300, 299, 1000, 1):
+        for dtype in (torch.float32, torch.float64):
+            bias = attention_bias(shape, [length, length], length + 5, dtype)
+            assert bias is not None and bias.dtype == dtype and bias.shape == (1, 1, 5, length + 5)
+            seen = torch.cat([torch.ones(5, length).bool(), shape.ancestors[0]], 1)
+            assert torch.equal(bias[0, 0] == 0, seen)
+            assert set(bias[0, 0][~seen].tolist()) == {torch.finfo(dtype).min}

@@ -114,13 +114,11 @@ def test_logits_of_the_columns_asked_for_alone() -> None:
     assert len(states) == 2
 
 
-def test_a_prefill_computes_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    trunk = tiny_trunk("llama")
-    kept = []
-    forward = trunk.model.lm_head.forward
-    monkeypatch.setattr(trunk.model.lm_head, "forward", lambda states: kept.append(states.shape[1]) or forward(states))
-    trunk.prefill(torch.zeros(3, 50, dtype=torch.long), [50, 7, 7], trunk.new_cache(3))
-    assert kept == [2]
+@pytest.mark.parametrize("family", ["llama", "gptj", "gemma2"])
+def test_a_prefill_computes_few_logits(family: str) -> None:
+    trunk = tiny_trunk(family)
+    output = trunk.prefill(torch.zeros(3, 50, dtype=torch.long), [50, 7, 7], trunk.new_cache(3))[2]
+    assert output.logits.shape == (3, 2, VOCAB)
 
 
 # What it refuses, by name, in one line.
@@ -190,23 +188,26 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path) in one_line(caught)
 
 
-def test_a_wrong_mask_or_position_is_caught_by_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    trunk = tiny_trunk("llama")
-    forward = trunk.model.forward
+@pytest.mark.parametrize("fault", ["deaf", "shifted"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_model_that_goes_wrong_in_silence_fails_the_self_check(fault: str, dtype: torch.dtype) -> None:
+    # one that does not heed its mask, one that does not heed its positions
+    model = tiny_model("llama", dtype=dtype)
+    forward = model.base_model.forward
 
-    def deaf(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("attention_mask") is not None:
-            kwargs["attention_mask"] = kwargs["attention_mask"] * 0
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("attention_mask"), torch.Tensor):
+            if fault == "deaf":
+                kwargs["attention_mask"] = kwargs["attention_mask"] * 0
+            else:
+                kwargs["position_ids"] = kwargs["position_ids"].clamp(max=int(kwargs["position_ids"].min()) + 1)
         return forward(*args, **kwargs)
 
-    def shifted(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("attention_mask") is not None:
-            kwargs["position_ids"] = kwargs["position_ids"].clamp(max=int(kwargs["position_ids"].min()) + 1)
-        return forward(*args, **kwargs)
-
-    for broken in (deaf, shifted):
-        monkeypatch.setattr(trunk.model, "forward", broken)
-        assert tree_error(trunk) > 1e-3
+    model.base_model.forward = wrong
+    with pytest.raises(UserError, match=r"'llama'.*off by") as caught:
+        Trunk(model)
+    one_line(caught)
+    assert tree_error(Trunk(model, check=False)) > 1e-3
 
 
 def longrope() -> Any:
