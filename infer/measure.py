@@ -127,7 +127,7 @@ class StepCost:
     bare_slot_cache_ms: float
     bare_library_cache_ms: float
     overhead: float  # (step - heads) / bare trunk forward
-    own_share: float  # (step - heads - bare trunk forward) / step
+    own_share: float  # (step - heads - trunk forward in the step) / step
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def dissect(
                 if watch.decoder.live:
                     parts[name].append(watch.step())
         for name, watch in watches.items():
-            paths[name] += watch.session.paths
+            paths[name] += [(nodes, path_BA[0].tolist()) for nodes, path_BA in watch.session.paths]
     return {name: _anatomy(parts[name], paths[name]) for name in drafters}
 
 
@@ -189,7 +189,7 @@ def _cost(size: int, parts: Sequence[_Parts]) -> StepCost:
         bare_slot_cache_ms=1e3 * slot,
         bare_library_cache_ms=1e3 * library,
         overhead=median((part.step - part.heads) / each for part, each in zip(parts, bare, strict=True)),
-        own_share=median((part.step - part.heads - each) / part.step for part, each in zip(parts, bare, strict=True)),
+        own_share=median((part.step - part.heads - part.forward) / part.step for part in parts),
     )
 
 
@@ -253,7 +253,7 @@ class _WatchedSession:
     def __init__(self, session: DraftSession) -> None:
         self.session = session
         self.seconds = 0.0
-        self.paths: list[tuple[int, list[int]]] = []
+        self.paths: list[tuple[int, Tensor]] = []
 
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
         self.session.start(prompts, hidden_BD, output)
@@ -265,7 +265,7 @@ class _WatchedSession:
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
         self.session.commit(tree, verified, acceptance)
-        self.paths.append((tree.size, acceptance.path_BA[0].tolist()))
+        self.paths.append((tree.size, acceptance.path_BA))  # read later: this is inside the time of the step
 
     def select(self, rows: Sequence[int]) -> None:
         self.session.select(rows)

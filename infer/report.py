@@ -94,7 +94,7 @@ def notes(report: dict[str, Any]) -> list[str]:
         f"Our loop without drafts takes {nulls_ms:.3f} ms per token after the prefill in the timed runs. Taken apart,"
         f" its step takes {null['step_ms']:.3f} ms and a bare trunk forward of one token {null['bare_ms']:.3f} ms.",
         "Forward: the trunk's, inside the step; bare: the same call by itself. Step overhead = (step - heads) / bare."
-        " Our share = (step - heads - bare) / step.",
+        " Our share = (step - heads - forward) / step.",
     ]
     machine = report["machine"]
     accelerator = "" if machine["accelerator"] == "none" else f", {machine['accelerator']}"

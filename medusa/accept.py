@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from medusa.sampling import choose
+from medusa.sampling import Laws
 from medusa.tree import DraftTree
 
 
@@ -34,14 +34,11 @@ class Acceptance:
 
 
 class AcceptRule(Protocol):
-    """Decides from the trunk's laws ``p_BNV`` after all processors, one per node for that node's own prefix.
-
-    ``uniform_BN`` are the draws for the token after each node, or None when every row is greedy.
-    """
+    """Decides from the trunk's laws after all processors, one per node for that node's own prefix."""
 
     lossless: bool
 
-    def __call__(self, tree: DraftTree, p_BNV: Tensor, uniform_BN: Tensor | None) -> Acceptance: ...
+    def __call__(self, tree: DraftTree, laws: Laws) -> Acceptance: ...
 
 
 class DeterministicRule:
@@ -56,9 +53,8 @@ class DeterministicRule:
 
     lossless = True
 
-    def __call__(self, tree: DraftTree, p_BNV: Tensor, uniform_BN: Tensor | None) -> Acceptance:
-        choice_BN = choose(p_BNV, uniform_BN)
-        shape = tree.shape
+    def __call__(self, tree: DraftTree, laws: Laws) -> Acceptance:
+        shape, choice_BN = tree.shape, laws.choice_BN
         agrees_BN = (tree.tokens_BN == shape.at_parents(choice_BN)) & tree.valid_BN
         # a node is reached when all on its way agree; siblings are distinct, so there is one deepest such node
         reached_BN = (agrees_BN[:, None] | shape.off_path).all(-1)

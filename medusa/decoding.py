@@ -14,7 +14,7 @@ from torch import Tensor
 from medusa.accept import AcceptRule, DeterministicRule
 from medusa.drafters.base import Drafter
 from medusa.errors import UserError
-from medusa.sampling import TOKEN, Draws, HashDraws, SamplingParams, choose, to_probs
+from medusa.sampling import Draws, HashDraws, Laws, SamplingParams
 from medusa.trunk import Trunk
 
 
@@ -88,8 +88,8 @@ class Decoder:
         self.cache = self.trunk.new_cache(len(lengths))
         logits_BV, hidden_BD, output = self.trunk.prefill(ids_BT.to(self.trunk.device), lengths, self.cache)
         self.session.start([request.ids for request in self.requests], hidden_BD, output)
-        p_B1V, uniform_B1 = self._laws(logits_BV[:, None], lengths, logits_BV.new_zeros(1, 1, dtype=torch.long))
-        self.root_B = choose(p_B1V, uniform_B1)[:, 0]
+        laws = self._laws(logits_BV[:, None], lengths, logits_BV.new_zeros(1, 1, dtype=torch.long))
+        self.root_B = laws.choice_BN[:, 0]
         return self._emit([[token] for token in self.root_B.tolist()], nodes=0)
 
     @torch.inference_mode()
@@ -99,8 +99,7 @@ class Decoder:
         tree = self.session.propose(self.root_B, room)
         verified = self.trunk.tree_forward(tree, self.cache)
         after = [length + 1 for length in self.cache.lengths]  # where the token after the root will stand
-        p_BNV, uniform_BN = self._laws(verified.logits, after, tree.shape.depths)
-        acceptance = self.rule(tree, p_BNV, uniform_BN)
+        acceptance = self.rule(tree, self._laws(verified.logits, after, tree.shape.depths))
         self.session.commit(tree, verified, acceptance)
         self.root_B = acceptance.next_token_B
         # the step's one transfer: the trees' tokens, the token after each accepted path, and the path
@@ -114,17 +113,18 @@ class Decoder:
         """End a row from outside, for a stop string or a client that left."""
         self.live.discard(row)
 
-    def _laws(self, logits_BNV: Tensor, after: list[int], depths: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Each node's law, and the uniforms of the position that follows it; None if every row is greedy.
+    def _laws(self, logits_BNV: Tensor, after: list[int], depths: Tensor) -> Laws:
+        """Each node's law, with the uniforms of the position that follows it.
 
         ``after[b]`` is the position that follows the row's root, ``depths`` [B|1, N] those of the nodes.
         """
-        p_BNV = to_probs(logits_BNV, self.sampling)
-        if self.greedy:
-            return p_BNV, None
-        seed_B = torch.tensor([params.seed for params in self.sampling], device=depths.device)
-        positions_BN = torch.tensor(after, device=depths.device)[:, None] + depths
-        return p_BNV, self.draws.uniform(seed_B, positions_BN, TOKEN).to(p_BNV.device)
+
+        def uniform(purpose: int) -> Tensor:
+            seed_B = torch.tensor([params.seed for params in self.sampling], device=depths.device)
+            positions_BN = torch.tensor(after, device=depths.device)[:, None] + depths
+            return self.draws.uniform(seed_B, positions_BN, purpose).to(logits_BNV.device)
+
+        return Laws(logits_BNV, self.sampling, uniform)
 
     def _emit(self, tokens: list[list[int]], nodes: int) -> Step:
         """Cut each live row's new tokens at its limit and at the first EOS, and let finished rows go."""
@@ -160,7 +160,6 @@ class Decoder:
         """Note which request each slot of the batch serves."""
         self.slots = slots
         self.sampling = [self.requests[row].sampling for row in slots]
-        self.greedy = all(params.temperature == 0 for params in self.sampling)
 
 
 def decode(

@@ -44,7 +44,7 @@ class HeadsConfig:
     """
 
     kind: str = "hydra"
-    num: int = 4
+    num: int = 6
     layers: int = 1
     projection: str = "own"
 

@@ -41,11 +41,12 @@ def _processor() -> str:
 
 def seconds(work: Callable[[], object]) -> float:
     """Wall-clock seconds of one call, the device's work included."""
-    if torch.cuda.is_available():
+    on_gpu = torch.cuda.is_initialized()  # asks no driver: this is called within timed work too
+    if on_gpu:
         torch.cuda.synchronize()
     start = time.perf_counter()
     work()
-    if torch.cuda.is_available():
+    if on_gpu:
         torch.cuda.synchronize()
     return time.perf_counter() - start
 

@@ -8,8 +8,9 @@ Dimensions: B batch, N nodes, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -131,6 +132,40 @@ def draw(probs_BNV: Tensor, uniform_BN: Tensor) -> Tensor:
     return (cumulative <= target).sum(-1)
 
 
-def choose(probs_BNV: Tensor, uniform_BN: Tensor | None) -> Tensor:
-    """Each node's token, int64 [B, N]: drawn by ``uniform_BN``, or the law's one token where all rows are greedy."""
-    return probs_BNV.argmax(-1) if uniform_BN is None else draw(probs_BNV, uniform_BN)
+class Laws:
+    """The laws of the token after each node, and the trunk's own draws from them; nothing is computed unasked.
+
+    Args:
+        logits_BNV: the trunk's logits.
+        params: how each row is sampled.
+        uniform: gives the uniforms [B, N] of each node's position for a purpose; not asked while all rows are greedy.
+    """
+
+    def __init__(
+        self, logits_BNV: Tensor, params: Sequence[SamplingParams], uniform: Callable[[int], Tensor] | None = None
+    ) -> None:
+        self._logits_BNV = logits_BNV
+        self._params = params
+        self.uniform = uniform
+        self.greedy = all(param.temperature == 0 for param in params)
+
+    @classmethod
+    def given(cls, p_BNV: Tensor, uniform_BN: Tensor | None = None) -> Laws:
+        """Laws that are known, with one set of uniforms for every purpose; one-hot ones need none."""
+        laws = cls(p_BNV, [SamplingParams() if uniform_BN is None else SamplingParams(temperature=1.0)] * len(p_BNV))
+        laws.uniform = None if uniform_BN is None else lambda purpose: uniform_BN
+        laws.__dict__["p_BNV"] = p_BNV
+        return laws
+
+    @cached_property
+    def p_BNV(self) -> Tensor:
+        """Probabilities after temperature and filters, one-hot in greedy rows."""
+        return to_probs(self._logits_BNV, self._params)
+
+    @cached_property
+    def choice_BN(self) -> Tensor:
+        """The trunk's own token after each node: a draw of its law, int64 [B, N]."""
+        if self.greedy:
+            return self._logits_BNV.argmax(-1)
+        assert self.uniform is not None
+        return draw(self.p_BNV, self.uniform(TOKEN))

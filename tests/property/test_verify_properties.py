@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa.accept import DeterministicRule
+from medusa.sampling import Laws
 from medusa.sampling import draw as draw_token
 from medusa.testing import recompute, tiny_trunk
 from medusa.tree import DraftTree, Shape
@@ -128,7 +129,7 @@ def test_the_rule_equals_a_walk(data: st.DataObject) -> None:
         uniform = torch.tensor(numbers).double()
         choice = draw_token(laws, uniform)
     tree = DraftTree(Shape.of(torch.tensor(parents)), torch.tensor(tokens), torch.tensor(valid))
-    acceptance = DeterministicRule()(tree, laws, uniform)
+    acceptance = DeterministicRule()(tree, Laws.given(laws, uniform))
     for row in range(rows):
         path, following = walk(parents[row], tokens[row], valid[row], choice[row].tolist())
         assert acceptance.length_B[row] == len(path)

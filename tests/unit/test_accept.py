@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from medusa.accept import Acceptance, AcceptRule, DeterministicRule, accept_up_to
-from medusa.sampling import choose
+from medusa.sampling import TOKEN, Laws, draw
 from medusa.tree import DraftTree, Shape, Topology
 
 V = 6
@@ -50,7 +50,7 @@ TOKENS = [5, 1, 2, 3, 4, 3]
     ],
 )
 def test_greedy_walk(choices: list[int], path: list[int], following: int) -> None:
-    acceptance = DeterministicRule()(tree_of([PARENTS], [TOKENS]), one_hot([choices]), None)
+    acceptance = DeterministicRule()(tree_of([PARENTS], [TOKENS]), Laws.given(one_hot([choices])))
     got, token = accepted(acceptance)
     assert (got[:3], token) == (path, following)
     assert set(got[3:]) <= {-1}
@@ -58,30 +58,30 @@ def test_greedy_walk(choices: list[int], path: list[int], following: int) -> Non
 
 
 def test_the_root_is_accepted_even_if_marked_a_filler() -> None:
-    acceptance = DeterministicRule()(tree_of([[-1, 0]], [[5, 1]], [[0, 0]]), one_hot([[1, 2]]), None)
+    acceptance = DeterministicRule()(tree_of([[-1, 0]], [[5, 1]], [[0, 0]]), Laws.given(one_hot([[1, 2]])))
     assert accepted(acceptance) == ([0, -1], 1)
 
 
 def test_a_filler_is_never_accepted_nor_what_hangs_below_it() -> None:
     choices = one_hot([[1, 3, 0, 0, 0, 0]])
-    everything = DeterministicRule()(tree_of([PARENTS], [TOKENS]), choices, None)
+    everything = DeterministicRule()(tree_of([PARENTS], [TOKENS]), Laws.given(choices))
     assert accepted(everything)[0][:3] == [0, 1, 3]
-    leaf = DeterministicRule()(tree_of([PARENTS], [TOKENS], [[1, 1, 1, 0, 1, 1]]), choices, None)
+    leaf = DeterministicRule()(tree_of([PARENTS], [TOKENS], [[1, 1, 1, 0, 1, 1]]), Laws.given(choices))
     assert (accepted(leaf)[0][:3], accepted(leaf)[1]) == ([0, 1, -1], 3)
-    inner = DeterministicRule()(tree_of([PARENTS], [TOKENS], [[1, 0, 1, 1, 1, 1]]), choices, None)
+    inner = DeterministicRule()(tree_of([PARENTS], [TOKENS], [[1, 0, 1, 1, 1, 1]]), Laws.given(choices))
     assert (accepted(inner)[0][:3], accepted(inner)[1]) == ([0, -1, -1], 1)
 
 
 def test_a_filler_twin_does_not_hide_the_valid_child() -> None:
     # two siblings hold the right token, one of them as a filler
     for valid, node in (([1, 0, 1], 2), ([1, 1, 0], 1)):
-        acceptance = DeterministicRule()(tree_of([[-1, 0, 0]], [[5, 1, 1]], [valid]), one_hot([[1, 2, 2]]), None)
+        acceptance = DeterministicRule()(tree_of([[-1, 0, 0]], [[5, 1, 1]], [valid]), Laws.given(one_hot([[1, 2, 2]])))
         assert accepted(acceptance)[0][:2] == [0, node]
 
 
 def test_rows_have_their_own_trees_and_lengths() -> None:
     tree = tree_of([[-1, 0, 1], [-1, 0, 0], [-1, 0, 1]], [[5, 1, 2], [5, 1, 2], [5, 0, 0]])
-    acceptance = DeterministicRule()(tree, one_hot([[1, 2, 3], [2, 2, 4], [1, 0, 0]]), None)
+    acceptance = DeterministicRule()(tree, Laws.given(one_hot([[1, 2, 3], [2, 2, 4], [1, 0, 0]])))
     assert acceptance.path_BA.tolist() == [[0, 1, 2], [0, 2, -1], [0, -1, -1]]
     assert acceptance.length_B.tolist() == [3, 2, 1]
     assert acceptance.next_token_B.tolist() == [3, 4, 1]
@@ -91,19 +91,21 @@ def test_a_shared_shape_serves_all_rows() -> None:
     tree = DraftTree(
         Shape.static(Topology.chain(2), "cpu"), torch.tensor([[5, 1, 2], [5, 1, 2]]), torch.ones(2, 3).bool()
     )
-    acceptance = DeterministicRule()(tree, one_hot([[1, 2, 3], [1, 0, 0]]), None)
+    acceptance = DeterministicRule()(tree, Laws.given(one_hot([[1, 2, 3], [1, 0, 0]])))
     assert acceptance.path_BA.tolist() == [[0, 1, 2], [0, 1, -1]]
 
 
 def test_the_tree_of_the_root_alone() -> None:
-    acceptance = DeterministicRule()(tree_of([[-1]], [[5]]), one_hot([[3]]), None)
+    acceptance = DeterministicRule()(tree_of([[-1]], [[5]]), Laws.given(one_hot([[3]])))
     assert accepted(acceptance) == ([0], 3)
     assert DeterministicRule.lossless
 
 
 def test_nodes_in_any_order() -> None:
     # parents come before children; that siblings or levels stand together is not required
-    acceptance = DeterministicRule()(tree_of([[-1, 0, 1, 0, 3]], [[5, 1, 2, 3, 4]]), one_hot([[3, 0, 0, 4, 1]]), None)
+    acceptance = DeterministicRule()(
+        tree_of([[-1, 0, 1, 0, 3]], [[5, 1, 2, 3, 4]]), Laws.given(one_hot([[3, 0, 0, 4, 1]]))
+    )
     assert (accepted(acceptance)[0][:3], accepted(acceptance)[1]) == ([0, 3, 4], 1)
 
 
@@ -144,14 +146,14 @@ def emitted_law(rule: AcceptRule, seed: int) -> Counter[tuple[int, ...]]:
     tree = tree_of([parents], [tokens] * rows, [valid] * rows)
     p_NV = torch.tensor([[float(p) for p in toy_law(path, seed)] for path in paths]).double()
     depth_N = torch.tensor([len(path) for path in paths])
-    acceptance = rule(tree, p_NV.expand(rows, -1, -1), uniform_BH[:, depth_N])
+    acceptance = rule(tree, Laws.given(p_NV.expand(rows, -1, -1), uniform_BH[:, depth_N]))
     texts: Counter[tuple[int, ...]] = Counter()
     for row in range(rows):
         count = int(acceptance.length_B[row])
         text = paths[int(acceptance.path_BA[row, count - 1])] + (int(acceptance.next_token_B[row]),)
         while len(text) < HORIZON:
             law = torch.tensor([[[float(p) for p in toy_law(text, seed)]]]).double()
-            text += (int(choose(law, uniform_BH[row, len(text)].reshape(1, 1))),)
+            text += (int(draw(law, uniform_BH[row, len(text)].reshape(1, 1))),)
         texts[text[:HORIZON]] += 1
     return texts
 
@@ -179,10 +181,11 @@ class ArgmaxRoot:
 
     lossless = False
 
-    def __call__(self, tree: DraftTree, p_BNV: torch.Tensor, uniform_BN: torch.Tensor | None) -> Acceptance:
-        p_BNV = p_BNV.clone()
+    def __call__(self, tree: DraftTree, laws: Laws) -> Acceptance:
+        assert laws.uniform is not None
+        p_BNV = laws.p_BNV.clone()
         p_BNV[:, 0] = torch.nn.functional.one_hot(p_BNV[:, 0].argmax(-1), SYMBOLS).double()
-        return DeterministicRule()(tree, p_BNV, uniform_BN)
+        return DeterministicRule()(tree, Laws.given(p_BNV, laws.uniform(TOKEN)))
 
 
 class FreshDrawPerChild:
@@ -190,16 +193,16 @@ class FreshDrawPerChild:
 
     lossless = False
 
-    def __call__(self, tree: DraftTree, p_BNV: torch.Tensor, uniform_BN: torch.Tensor | None) -> Acceptance:
-        assert uniform_BN is not None
+    def __call__(self, tree: DraftTree, laws: Laws) -> Acceptance:
+        assert laws.uniform is not None
         nodes = torch.arange(tree.size)
-        fresh_BN = (uniform_BN + nodes * 0.37) % 1  # a draw of its own for every child
-        drawn_BN = choose(p_BNV.gather(1, tree.shape.parents[..., None].expand_as(p_BNV)), fresh_BN)
+        fresh_BN = (laws.uniform(TOKEN) + nodes * 0.37) % 1  # a draw of its own for every child
+        drawn_BN = draw(laws.p_BNV.gather(1, tree.shape.parents[..., None].expand_as(laws.p_BNV)), fresh_BN)
         agrees_BN = (drawn_BN == tree.tokens_BN) & tree.valid_BN
         agrees_BN[:, 0] = True
         reached_BN = ~(tree.shape.ancestors & ~agrees_BN[:, None]).any(-1)
         last_B = torch.where(reached_BN, tree.shape.depths, -1).argmax(-1)
-        return accept_up_to(tree, last_B, choose(p_BNV, uniform_BN))
+        return accept_up_to(tree, last_B, laws.choice_BN)
 
 
 @pytest.mark.parametrize("rule", [ArgmaxRoot(), FreshDrawPerChild()], ids=lambda rule: type(rule).__name__)

@@ -7,7 +7,7 @@ import torch
 
 from medusa.accept import DeterministicRule
 from medusa.cache import BLOCK, LayerShape, PlaneShape, SlotCache
-from medusa.sampling import SamplingParams, to_probs
+from medusa.sampling import Laws, SamplingParams, to_probs
 from medusa.testing import plain_greedy, tiny_trunk
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk
@@ -158,7 +158,7 @@ def test_rollback_exercise(trunk: Trunk) -> None:
     tokens = torch.tensor([[prefix[-1], *drafts]])  # the root is the prefix's last token
     tree = DraftTree(Shape.static(Topology.chain(5), "cpu"), tokens, torch.ones_like(tokens).bool())
     verified = trunk.tree_forward(tree, cache)
-    acceptance = DeterministicRule()(tree, to_probs(verified.logits, [SamplingParams()]), None)
+    acceptance = DeterministicRule()(tree, Laws.given(to_probs(verified.logits, [SamplingParams()])))
     assert acceptance.path_BA.tolist() == [[0, 1, 2, -1, -1, -1]]
     assert acceptance.next_token_B.tolist() == [truth[2]]
     cache.commit(acceptance.path_BA, acceptance.length_B.tolist())

@@ -13,7 +13,7 @@ from medusa.accept import DeterministicRule
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.errors import UserError
 from medusa.heads import KINDS, HeadsConfig, MedusaHeads
-from medusa.sampling import SamplingParams, to_probs
+from medusa.sampling import Laws, SamplingParams, to_probs
 from medusa.testing import VOCAB, plain_greedy, random_heads, random_topology, tiny_model, tiny_trunk
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk
@@ -267,7 +267,7 @@ def test_heads_read_the_last_accepted_token(family: str, kind: str) -> None:
         tokens_BN[row, row + 1] = (tokens_BN[row, row + 1] + 1) % VOCAB  # the first wrong draft of the row
     tree = DraftTree(Shape.static(Topology.chain(depth), "cpu"), tokens_BN, torch.ones_like(tokens_BN).bool())
     verified = trunk.tree_forward(tree, cache)
-    acceptance = DeterministicRule()(tree, to_probs(verified.logits, [SamplingParams()] * len(prompts)), None)
+    acceptance = DeterministicRule()(tree, Laws.given(to_probs(verified.logits, [SamplingParams()] * len(prompts))))
     assert acceptance.length_B.tolist() == [1, 2, 3, 4, 5]
     session.commit(tree, verified, acceptance)
     again_BN = session.propose(acceptance.next_token_B, 99).tokens_BN

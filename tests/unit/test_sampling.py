@@ -9,7 +9,7 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from medusa.errors import UserError
-from medusa.sampling import TOKEN, HashDraws, SamplingParams, choose, draw, to_probs
+from medusa.sampling import TOKEN, HashDraws, Laws, SamplingParams, draw, to_probs
 
 V = 33
 GOLDEN, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
@@ -182,6 +182,6 @@ def test_a_law_that_rounding_left_short_is_drawn_from_to_its_end() -> None:
 
 def test_choose_without_uniforms_is_greedy() -> None:
     laws = to_probs(logits_of(2, 3, V), [SamplingParams()] * 2)
-    assert torch.equal(choose(laws, None), laws.argmax(-1))
+    assert torch.equal(Laws.given(laws).choice_BN, laws.argmax(-1))
     u = uniforms([0, 1], [[0, 1, 2]] * 2)
-    assert torch.equal(choose(laws, u), laws.argmax(-1))  # whatever the draw: a greedy row in a sampling batch
+    assert torch.equal(draw(laws, u), laws.argmax(-1))  # whatever the draw: a greedy row in a sampling batch
