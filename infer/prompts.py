@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import fields
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from medusa.checkpoint import read_manifest, trunk_source
 from medusa.data.corpus import DataConfig, load_texts, tokenise
+from medusa.data.prompts import APART, cut_prompts
 from medusa.errors import UserError, nearest
 
 CONFIG = "config.yaml"
-# Training judges heads by prompts that begin at whole shares of the held-out text. A benchmark's begin this part of a
-# share later: the golden ratio's, so that the two sets of places do not meet, whatever their numbers.
-APART = 0.382
 
 
 def heldout_prompts(folder: str | Path, count: int, length: int, *, shift: float = APART) -> list[list[int]]:
@@ -34,20 +30,7 @@ def heldout_prompts(folder: str | Path, count: int, length: int, *, shift: float
     manifest = read_manifest(folder)
     tokenizer = AutoTokenizer.from_pretrained(trunk_source(folder, manifest), revision=manifest.revision)
     documents = tokenise(_some(heldout, 4 * count), tokenizer, eos=False)
-    places = [max(len(ids) - length + 1, 0) for ids in documents]  # a prompt can start at every token of a document
-    if sum(places) < count:
-        raise UserError(
-            f"the held-out text has {sum(places)} places for prompts of {length} tokens and {count} are asked for: ask"
-            " for fewer or shorter ones, or hold out more text"
-        )
-    ends = list(accumulate(places))
-    prompts = []
-    for index in range(count):
-        place = int((index + shift) * ends[-1] / count)
-        document = bisect_right(ends, place)
-        start = place - ends[document] + places[document]
-        prompts.append(documents[document][start : start + length].tolist())
-    return prompts
+    return cut_prompts(documents, count, length, shift)
 
 
 def _some(dataset: Any, most: int) -> Any:

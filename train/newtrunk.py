@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from medusa import configs
 from medusa.errors import UserError
+from medusa.machine import as_device
 from medusa.trunk import Trunk
 
 from .config import NewTrunk, TrunkConfig
@@ -92,15 +93,11 @@ def pick_device(name: str) -> torch.device:
     """The device of that name; ``auto`` is a GPU where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        reason = str(error).splitlines()[0]
-        raise UserError(f"trunk.device={name!r} is not there ({reason}): use auto, cpu or cuda") from error
+    return torch.device(as_device(name) or name)
 
 
 def digest(trunk: Trunk) -> str:
-    """Hash of every weight in memory; the fingerprint reads no more than samples of the source files."""
+    """Hash of every weight in memory; the fingerprint looks at samples."""
     whole = hashlib.blake2b(digest_size=16)
     for name, value in trunk.model.state_dict().items():
         whole.update(name.encode())

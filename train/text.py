@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from medusa.data.corpus import RandomBlocks, flatten, load_texts, pack, tokenise
+from medusa.data.prompts import cut_prompts
 from medusa.data.tokenizers import load_tokenizer
-from medusa.errors import UserError
 
 from .config import EvaluationConfig, TrainConfig
 
@@ -50,21 +50,4 @@ class Corpus:
 
     def heldout_prompts(self, evaluation: EvaluationConfig) -> list[list[int]]:
         """Prompts that heads are judged on and trees are grown on."""
-        return prompts(self._heldout, evaluation.prompts, evaluation.prompt_tokens)
-
-
-def prompts(documents: Sequence[Tensor], count: int, length: int) -> list[list[int]]:
-    """At most ``count`` prompts of ``length`` tokens, evenly spread over the documents, none across a seam.
-
-    Raises:
-        UserError: fewer than two fit into the documents.
-    """
-    windows = [window for document in documents for window in document.split(length) if len(window) == length]
-    if len(windows) < 2:
-        raise UserError(
-            f"the held-out text holds {len(windows)} prompts of {length} tokens, 2 are needed: give more text, a larger"
-            " data.heldout or a smaller evaluation.prompt_tokens"
-        )
-    count = min(count, len(windows))
-    # The middle of each share: a benchmark that takes their beginnings then measures other text.
-    return [windows[(2 * index + 1) * len(windows) // (2 * count)].tolist() for index in range(count)]
+        return cut_prompts(self._heldout, evaluation.prompts, evaluation.prompt_tokens)

@@ -6,9 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from medusa.checkpoint import save_heads
+from medusa.data.prompts import cut_prompts
 from medusa.data.tokenizers import char_tokenizer
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig, MedusaHeads
@@ -83,3 +85,13 @@ def test_refuses_what_it_cannot_take(run: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as caught:
             heldout_prompts(tmp_path, 1, 1)
         assert "\n" not in str(caught.value)
+
+
+def test_prompts_are_spread_and_cross_no_seam() -> None:
+    documents = [torch.arange(0, 25), torch.arange(100, 107), torch.arange(200, 203)]
+    found = cut_prompts(documents, 4, 5)
+    assert all(prompt == list(range(prompt[0], prompt[0] + 5)) for prompt in found)
+    assert len(found) == 4 and found == sorted(found)
+    assert [prompt[0] for prompt in cut_prompts(documents, 24, 5)] == [*range(21), 100, 101, 102]
+    with pytest.raises(UserError, match="24 places for prompts of 5 tokens and 25"):
+        cut_prompts(documents, 25, 5)

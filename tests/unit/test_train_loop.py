@@ -15,7 +15,6 @@ from medusa.testing import tiny_trunk
 from medusa.train.config import HeadsTraining, Training
 from medusa.train.heldout import HeadsEvaluation, text_loss
 from medusa.train.loop import HeadsObjective, HeadsTrainer, TrunkTrainer, follow, next_token_loss, positions_of
-from medusa.train.text import prompts
 from medusa.trunk import Trunk
 
 CPU = torch.device("cpu")
@@ -169,13 +168,3 @@ def test_the_best_heads_are_kept_not_the_last(monkeypatch: pytest.MonkeyPatch) -
     assert evaluation.tokens_per_step == max(found) and evaluation.step == found.index(max(found)) < 2
     evaluation.restore_best()
     assert heads.value == evaluation.step
-
-
-def test_prompts_are_spread_and_cross_no_seam() -> None:
-    documents = [torch.arange(0, 25), torch.arange(100, 107), torch.arange(200, 203)]
-    found = prompts(documents, 4, 5)
-    assert all(prompt == list(range(prompt[0], prompt[0] + 5)) for prompt in found)
-    assert len(found) == 4 and found == sorted(found)
-    assert len(prompts(documents, 99, 5)) == 6
-    with pytest.raises(UserError, match="holds 1 prompts of 20 tokens, 2 are needed"):
-        prompts(documents, 4, 20)
