@@ -85,5 +85,6 @@ def as_device(device: str | torch.device | None) -> str | torch.device | None:
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-            raise UserError(f"device={str(device)!r} is not there ({str(error).splitlines()[0]})") from error
+            known = "one that this build of torch knows, such as cpu"
+            raise UserError(f"device={str(device)!r} is not there: use {known}") from error
     return device
