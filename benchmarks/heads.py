@@ -21,7 +21,7 @@ from medusa.machine import describe
 from medusa.train import TrainConfig, train
 from medusa.train.config import CalibrationConfig, EvaluationConfig, HeadsTraining, TrunkConfig
 
-RATES = (0.006, 0.012, 0.024)
+RATES = (0.006, 0.012, 0.024, 0.048)
 COLOURS = {"medusa": "#0072B2", "root": "#E69F00", "hydra": "#009E73"}  # told apart by colour-blind readers too
 
 

@@ -1,0 +1,140 @@
+"""The machine: timing, the number of threads, and the names of types and devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from medusa import machine
+from medusa.errors import UserError
+from medusa.machine import as_device, as_dtype, describe, pick_threads, seconds
+
+
+class FakeThreads:
+    """Torch's setting, and a clock whose calls last as long as ``lasts[threads]`` says, one entry per call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lasts: dict[int, list[float]], threads: int) -> None:
+        self.threads = threads
+        self.calls: list[int] = []
+        self._lasts = {count: iter(times) for count, times in lasts.items()}
+        monkeypatch.setattr(torch, "get_num_threads", lambda: self.threads)
+        monkeypatch.setattr(torch, "set_num_threads", self._set)
+        self._now = 0.0
+        monkeypatch.setattr(machine.time, "perf_counter", lambda: self._now)
+
+    def _set(self, count: int) -> None:
+        self.threads = count
+
+    def work(self) -> None:
+        self.calls.append(self.threads)
+        self._now += next(self._lasts[self.threads])
+
+
+@pytest.mark.parametrize(("one", "all_", "best"), [(2.0, 1.0, 4), (1.0, 2.0, 1)])
+def test_the_faster_number_of_threads_is_kept(
+    monkeypatch: pytest.MonkeyPatch, one: float, all_: float, best: int
+) -> None:
+    fake = FakeThreads(monkeypatch, {1: [one] * 5, 4: [all_] * 5}, threads=4)
+    assert pick_threads(fake.work) == best == fake.threads
+    assert fake.calls == [1, 4] * 5  # in turns: a machine that slows down for a while slows both
+
+
+def test_the_first_call_and_an_outlier_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    # one thread: a slow start; four: one call that another job held up
+    fake = FakeThreads(monkeypatch, {1: [9.0, 2.0, 2.0, 2.0, 2.0], 4: [1.0, 1.0, 50.0, 1.0, 1.0]}, threads=4)
+    assert pick_threads(fake.work) == 4 == fake.threads
+    fake = FakeThreads(monkeypatch, {1: [99.0, 1.0, 1.0], 4: [0.1, 1.5, 1.5]}, threads=4)
+    assert pick_threads(fake.work, repeats=3) == 1 == fake.threads
+
+
+def test_one_thread_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeThreads(monkeypatch, {}, threads=1)
+    assert pick_threads(fake.work) == 1 == fake.threads
+    assert fake.calls == []
+
+
+def test_equally_fast_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeThreads(monkeypatch, {1: [1.0] * 5, 4: [1.0] * 5}, threads=4)
+    assert pick_threads(fake.work) == 1
+
+
+def test_work_that_fails_leaves_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeThreads(monkeypatch, {1: [], 4: []}, threads=4)
+
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pick_threads(fails)
+    assert fake.threads == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its clock waits for the GPU")
+def test_seconds_are_those_of_the_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: Iterator[float] = iter([10.0, 10.25])
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(ticks))
+    calls: list[int] = []
+    assert seconds(lambda: calls.append(1)) == 0.25
+    assert calls == [1]
+
+
+def test_the_gpus_work_is_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: events.append("read") or float(len(events)))
+    assert seconds(lambda: events.append("work")) == 3
+    assert events == ["wait", "read", "work", "wait", "read"]
+
+
+def test_a_description_is_what_a_reader_wants_and_json() -> None:
+    found = describe()
+    assert json.loads(json.dumps(found)) == found
+    assert found["torch"] == torch.__version__ and found["threads"] == torch.get_num_threads()
+    assert all(found[key] not in ("", None, 0) for key in found)
+    assert {"processor", "cores", "accelerator", "system", "python", "transformers"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("float32", torch.float32),
+        ("bfloat16", torch.bfloat16),
+        ("float16", torch.float16),
+        ("float64", torch.float64),
+        (torch.float64, torch.float64),
+        ("auto", "auto"),
+    ],
+)
+def test_types_by_name(name: str | torch.dtype, dtype: str | torch.dtype) -> None:
+    assert as_dtype(name) == dtype
+
+
+@pytest.mark.parametrize("name", ["bf61", "fp32", "", "nn", "Tensor", "__name__", "Auto"])
+def test_types_that_do_not_exist(name: str) -> None:
+    with pytest.raises(UserError, match=f"dtype='{name}'") as caught:
+        as_dtype(name)
+    assert "bfloat16" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cpu:0", torch.device("cpu")])
+def test_devices_that_are_there(device: str | torch.device | None) -> None:
+    assert as_device(device) == device
+
+
+@pytest.mark.parametrize("device", ["nowhere", "", "cuda:99", "cpu ", "xpu:7", "hpu", "privateuseone", "meta"])
+def test_devices_that_are_not_there(device: str) -> None:
+    # torch says so by errors of several kinds, some of them long; meta holds no values
+    with pytest.raises(UserError, match=f"device='{device}'") as caught:
+        as_device(device)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 0)])
+def test_a_gpu_that_is_not_there(device: str | torch.device) -> None:
+    with pytest.raises(UserError, match="cuda"):
+        as_device(device)
