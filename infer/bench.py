@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from medusa.drafters.base import Drafter
 from medusa.drafters.medusa import MedusaDrafter
@@ -23,12 +21,13 @@ from medusa.errors import UserError
 from medusa.machine import describe, pick_threads
 from medusa.trunk import Trunk
 
-from .measure import Run, compare, dissect, our_loop, plain_generate
+from .measure import GREEDY, Run, compare, dissect, our_loop, plain_generate
+from .options import UNSUPPORTED, Options
+from .summary import accepted_by_depth, repeated, speedup, summary
 
 REFERENCE, NULL = "generate", NullDrafter.name
 DISSECTED = 4  # prompts whose steps are taken apart: some hundred steps, enough for medians
 LOSS_ROWS = 128, 256  # rows and tokens each: the mean is then good to about 0.01 nats
-RESAMPLES = 2000  # of the bootstrap: the ends of a 95 % interval then rest on 50 samples each
 # A first difference with a smaller top-2 logit gap is a near-tie; None: 4 units of rounding of the top logit.
 NEAR_TIE = {torch.float64: 0.0, torch.float32: 1e-4}
 
@@ -43,7 +42,7 @@ class BenchOptions:
         max_new_tokens: tokens that every run emits, 2 or more; nothing ends a run earlier.
         repeats: runs of each contender on each prompt.
         seed: of the bootstrap behind the intervals.
-        threads: torch's threads, for all contenders; None takes 1 or all, whichever suits plain `generate` better.
+        threads: torch's threads, for all contenders; left out, 1 or all, whichever suits plain generate better.
 
     Raises:
         UserError: a number below its least value.
@@ -64,39 +63,62 @@ class BenchOptions:
             raise UserError(f"threads={self.threads}: give at least 1, or leave it out")
 
 
-def run_bench(folder: str, options: BenchOptions, out: str | None = None) -> int:
+def run_bench(
+    folder: str, options: BenchOptions, out: str | None = None, *, dtype: str = "auto", device: str = "auto"
+) -> int:
     """Benchmark the checkpoint in ``folder``, print the tables and write the report to ``out`` (``folder``/report).
 
     Returns the exit code: 1 if an output differs from plain ``generate`` by more than a near-tie, else 0.
     """
+    from medusa.data.prompts import cut_prompts
     from medusa.progress import progress
 
     from .engine import Engine
-    from .prompts import heldout_prompts
-    from .report import print_report, write_report
+    from .prompts import heldout_documents
+    from .report import check_writable, print_report, write_report
 
     run = Path(folder).expanduser()
-    engine = Engine.load(run)
-    prompts = heldout_prompts(run, options.prompts, options.prompt_length)
-    heldout = _loss_rows(run, engine.trunk)
-    _set_threads(engine.trunk, prompts[0], options.threads)
-    with progress(3 * len(prompts) * options.repeats, "benchmark") as advance:
-        report = bench(engine.trunk, engine.drafter, prompts, options, heldout=heldout, advance=advance)
     target = Path(out).expanduser() if out else run / "report"
+    check_writable(target, "name another folder with --out")  # before minutes of measuring
+    engine = Engine.load(run, dtype=dtype, device=device)
+    documents = heldout_documents(run)
+    prompts = cut_prompts(documents, options.prompts, options.prompt_length, "benchmark")
+    check_task(engine.trunk, prompts, options)
+    _set_threads(engine.trunk, prompts[0], options.threads)
+    heldout = _loss_rows(documents, engine.trunk)
+    with progress(3 * len(prompts) * options.repeats + min(len(prompts), DISSECTED), "benchmark") as advance:
+        report = bench(engine.trunk, engine.drafter, prompts, options, heldout=heldout, advance=advance)
     write_report(report, run, target)
     print_report(report, target)
     return 0 if report["identical"]["ok"] else 1
 
 
-def _loss_rows(run: Path, trunk: Trunk) -> list[list[int]]:
+def _loss_rows(documents: Sequence[Tensor], trunk: Trunk) -> list[list[int]]:
     """Rows of held-out text for the trunk's loss; none where its documents are too short for them."""
-    from .prompts import heldout_prompts
+    from medusa.data.prompts import cut_prompts
 
     count, length = LOSS_ROWS
     try:
-        return heldout_prompts(run, count, min(length, trunk.context or length))
-    except UserError:  # the prompts, which are shorter, were found: so there is text, and only this figure is left out
+        return cut_prompts(documents, count, min(length, trunk.context or length), "benchmark")
+    except UserError:  # too short, which the report says; prompts are shorter, so there may well be some
         return []
+
+
+def check_task(trunk: Trunk, prompts: Sequence[Sequence[int]], options: BenchOptions) -> None:
+    """Refuse what would make contenders do different work.
+
+    Raises:
+        UserError: prompt and new tokens together exceed the trunk's context, or its ``generation_config`` makes
+            ``generate`` do what our loop does not.
+    """
+    longest = max(map(len, prompts))
+    if trunk.context is not None and longest + options.max_new_tokens > trunk.context:
+        raise UserError(
+            f"prompts of {longest} tokens and max_new_tokens={options.max_new_tokens} exceed the trunk's context of"
+            f" {trunk.context}: ask for shorter prompts or fewer tokens"
+        )
+    undone = {name: value for name, value in GREEDY.items() if name in UNSUPPORTED}  # by plain_generate itself
+    Options.of({"temperature": 0.0, **undone}, trunk)
 
 
 def bench(
@@ -110,41 +132,48 @@ def bench(
 ) -> dict[str, Any]:
     """Measure ``drafter`` against plain ``generate`` and the null drafter; return the report.
 
-    ``heldout``: rows of held-out text, of equal length, for the trunk's loss. ``advance(tokens=n)`` is
-    called after each run.
+    ``heldout``: rows of held-out text, of equal length, for the trunk's loss. ``advance(tokens=n)`` is called after
+    each timed run, and after each prompt whose steps were taken apart.
 
     Raises:
-        UserError: prompt and new tokens together exceed the trunk's context.
+        UserError: as :func:`check_task`.
     """
-    tokens, longest = options.max_new_tokens, max(map(len, prompts))
-    if trunk.context is not None and longest + tokens > trunk.context:
-        raise UserError(
-            f"prompts of {longest} tokens and max_new_tokens={tokens} exceed the trunk's context of {trunk.context}:"
-            " ask for shorter prompts or fewer tokens"
-        )
+    check_task(trunk, prompts, options)
+    tokens = options.max_new_tokens
     drafters: dict[str, Drafter] = {NULL: NullDrafter(), drafter.name: drafter}
     contenders = {REFERENCE: plain_generate(trunk)} | {name: our_loop(trunk, each) for name, each in drafters.items()}
     runs = compare(contenders, prompts, tokens, options.repeats, advance)
-    anatomies = dissect(trunk, drafters, prompts[:DISSECTED], tokens)
-    pairs = [(of, over) for place, over in enumerate(contenders) for of in list(contenders)[place + 1 :]]
+    anatomies = dissect(trunk, drafters, prompts[:DISSECTED], tokens, advance)
     return {
         "format": 1,
         "options": asdict(options),
         "machine": describe(),
-        "trunk": {
-            "family": trunk.family,
-            "parameters": trunk.model.num_parameters(),
-            "dtype": str(trunk.dtype).removeprefix("torch."),
-            "heldout_loss": heldout_loss(trunk, heldout) if heldout else None,
-        },
+        "trunk": describe_trunk(trunk) | {"heldout_loss": heldout_loss(trunk, heldout) if heldout else None},
         "drafter": describe_drafter(drafter) | {"node_share": anatomies[drafter.name].node_share},
-        "contenders": {name: summary(rows) for name, rows in runs.items()},
-        "speedups": [speedup(runs, of, over, options.seed) for of, over in pairs],
+        **_compared(runs, options.seed),
         "accepted": accepted_by_depth(runs[drafter.name]),
         "steps": {name: asdict(anatomy.cost) for name, anatomy in anatomies.items()},
         "identical": identical(trunk, prompts, runs),
         "repeated_4grams": repeated([rows[0].ids for rows in runs[REFERENCE]], 4),
         "seconds": {name: [[run.seconds for run in row] for row in rows] for name, rows in runs.items()},
+    }
+
+
+def _compared(runs: dict[str, list[list[Run]]], seed: int) -> dict[str, Any]:
+    """Each contender's totals, and how much faster it is than those before it."""
+    pairs = [(of, over) for place, over in enumerate(runs) for of in list(runs)[place + 1 :]]
+    return {
+        "contenders": {name: summary(rows) for name, rows in runs.items()},
+        "speedups": [speedup(runs, of, over, seed) for of, over in pairs],
+    }
+
+
+def describe_trunk(trunk: Trunk) -> dict[str, Any]:
+    """Family, size and dtype."""
+    return {
+        "family": trunk.family,
+        "parameters": trunk.model.num_parameters(),
+        "dtype": str(trunk.dtype).removeprefix("torch."),
     }
 
 
@@ -159,63 +188,6 @@ def describe_drafter(drafter: Drafter) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in drafter.heads.parameters()),
         "tree": {"parents": list(tree.parents), "ranks": list(tree.ranks), "nodes": tree.size, "depth": tree.depth},
     }
-
-
-def summary(rows: Sequence[Sequence[Run]]) -> dict[str, Any]:
-    """Totals over all runs of one contender. Tokens per step = tokens after the first / forwards after the prefill."""
-    runs = [run for row in rows for run in row]
-    tokens, seconds = sum(len(run.ids) for run in runs), sum(run.seconds for run in runs)
-    result: dict[str, Any] = {
-        "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "ms_per_token": 1e3 * seconds / tokens,
-        "tokens_per_step": (tokens - len(runs)) / sum(run.steps for run in runs),
-        "prefill_ms": None,
-        "decode_ms_per_token": None,
-    }
-    prefills = [run.prefill_seconds for run in runs if run.prefill_seconds is not None]
-    if prefills:
-        result["prefill_ms"] = 1e3 * median(prefills)
-        result["decode_ms_per_token"] = 1e3 * (seconds - sum(prefills)) / (tokens - len(runs))
-    return result
-
-
-def speedup(runs: dict[str, list[list[Run]]], of: str, over: str, seed: int) -> dict[str, Any]:
-    """How many times faster ``of`` is than ``over``: median over prompts, with a bootstrap 95 % interval over them.
-
-    A prompt's own ratio is the median over repeats of the ratio of two runs that stood next to each other in time.
-    """
-    ratios = [
-        median(slow.seconds / fast.seconds for slow, fast in zip(*pair, strict=True))
-        for pair in zip(runs[over], runs[of], strict=True)
-    ]
-    rng = random.Random(seed)
-    samples = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
-    low, high = samples[round(0.025 * RESAMPLES)], samples[round(0.975 * RESAMPLES) - 1]
-    return {"of": of, "over": over, "median": median(ratios), "low": low, "high": high}
-
-
-def accepted_by_depth(rows: Sequence[Sequence[Run]]) -> dict[str, list[float]]:
-    """``share[d-1]``: share of steps that accept d drafted tokens or more; ``conditional``: of those that accept d-1.
-
-    Both end at the greatest depth that any step reached.
-    """
-    accepted = [count for row in rows for run in row for count in run.accepted]
-    at_least = [sum(count >= depth for count in accepted) for depth in range(max(accepted) + 1)]
-    return {
-        "share": [count / len(accepted) for count in at_least[1:]],
-        "conditional": [count / before for before, count in pairwise(at_least)],
-    }
-
-
-def repeated(texts: Sequence[Sequence[int]], n: int) -> float:
-    """Share of repeated n-grams, 1 - distinct / all, averaged over texts: text that loops is easy to draft."""
-    shares = []
-    for text in texts:
-        grams = [tuple(text[start : start + n]) for start in range(len(text) - n + 1)]
-        shares.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
-    return sum(shares) / len(shares)
 
 
 @torch.inference_mode()

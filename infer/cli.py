@@ -7,20 +7,18 @@ import os
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medusa.cli import new_parser, parse
-from medusa.errors import UserError
+from medusa.errors import UserError, reason
 
 if TYPE_CHECKING:
     import jsonargparse
 
     from medusa.calibrate import Calibration
+    from medusa.trunk import Trunk
 
     from .engine import Completion, Engine
-
-CALIBRATION = "calibration.json"
-SPELLING = "The words of an option's name may be joined by - or by _."
 
 
 def run(command: str, argv: list[str]) -> int:
@@ -41,13 +39,16 @@ def _generate(argv: list[str]) -> int:
     """Continue a prompt: the text goes to stdout, one line of figures to stderr."""
     from .options import Options
 
-    parser = new_parser("generate", f"Continue a prompt. {SPELLING}")
+    parser = new_parser("generate", "Continue a prompt.")
     parser.add_argument("run", type=str, help="a folder made by `medusa train`, or the hub id of one")
     parser.add_argument("--prompt", type=str, help="the text to continue")
     parser.add_argument("--prompt_file", type=str, help="a UTF-8 file that holds it")
     parser.add_argument("--stream", action="store_true", help="print the text while it is decoded")
     parser.add_argument("--json", action="store_true", help="print text, ids and figures as one JSON object")
     _add_machine(parser)
+    parser.add_argument(
+        "--threads", type=int, help="processor threads; left out, as many as calibration found best here"
+    )
     parser.add_argument("--baseline", action="store_true", help="decode without drafts: the same text, step by step")
     parser.add_class_arguments(Options, skip={"baseline"})
     args = parse(parser, argv)
@@ -66,9 +67,10 @@ def _generate(argv: list[str]) -> int:
 
 
 def _add_machine(parser: jsonargparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", type=str, default="auto", help="what the trunk is loaded in")
-    parser.add_argument("--device", type=str, help="where it runs, such as cpu or cuda")
-    parser.add_argument("--threads", type=int, help="processor threads; by default what calibration found best here")
+    parser.add_argument(
+        "--dtype", type=str, default="auto", help="what the trunk is loaded in, such as float32; auto: its own"
+    )
+    parser.add_argument("--device", type=str, default="auto", help="where it runs; auto: a GPU where there is one")
 
 
 def _prompt(args: jsonargparse.Namespace) -> str:
@@ -86,21 +88,29 @@ def _engine(args: jsonargparse.Namespace) -> Engine:
 
     _quiet_unless_terminal()
     engine = Engine.load(args.run, drafter="none" if args.baseline else "auto", dtype=args.dtype, device=args.device)
-    _set_threads(args.threads, Path(args.run).expanduser() / CALIBRATION)
+    threads = args.threads
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        threads = _calibrated_threads(Path(args.run).expanduser())
+    _set_threads(threads)
     return engine
 
 
-def _set_threads(threads: int | None, calibration: Path) -> None:
-    """Use the threads asked for, else those the run was calibrated with if that was on such a machine."""
-    import torch
-
+def _calibrated_threads(folder: Path) -> int | None:
+    """The threads the run was calibrated with, if that was on such a machine."""
+    from medusa.checkpoint import CALIBRATION
     from medusa.files import read_json
     from medusa.machine import describe
 
-    if threads is None and calibration.is_file() and "OMP_NUM_THREADS" not in os.environ:
-        here, there = describe(), read_json(calibration).get("machine", {})
-        if all(there.get(key) == here[key] for key in ("processor", "cores")):
-            threads = there.get("threads")
+    if not (folder / CALIBRATION).is_file():
+        return None
+    here, there = describe(), read_json(folder / CALIBRATION).get("machine", {})
+    return there.get("threads") if all(there.get(key) == here[key] for key in ("processor", "cores")) else None
+
+
+def _set_threads(threads: int | None) -> None:
+    """Use the threads asked for, if any number was."""
+    import torch
+
     if threads is not None:
         if threads < 1:
             raise UserError(f"threads={threads}: give at least 1")
@@ -123,45 +133,49 @@ def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
 
 def _figures(completion: Completion) -> str:
     tokens = len(completion.token_ids)
+    seed = "" if completion.seed is None else f", seed {completion.seed}"
     return (
         f"{tokens} tokens in {completion.seconds:.2f} s ({tokens / completion.seconds:.0f} tokens/s),"
         f" {completion.steps} steps, {completion.tokens_per_step:.2f} tokens per step,"
-        f" finish reason {completion.finish_reason}"
+        f" finish reason {completion.finish_reason}{seed}"
     )
 
 
 def _calibrate(argv: list[str]) -> int:
     """Measure trees on this machine and save the fastest in the run's folder."""
-    from medusa.calibrate import SIZES
+    from medusa.checkpoint import read_manifest
 
-    parser = new_parser("calibrate", f"Choose the token tree that is fastest on this machine. {SPELLING}")
+    from .recipe import CALIBRATED_BY, calibration_settings
+    from .report import check_writable
+
+    parser = new_parser(
+        "calibrate",
+        "Choose the token tree that is fastest on this machine. How much is measured is what the run's recipe says,"
+        " unless an option says otherwise.",
+    )
     parser.add_argument("run", type=str, help="a folder made by `medusa train`")
-    parser.add_argument("--prompts", type=int, default=64, help="held-out prompts; half grow the tree, half judge it")
-    parser.add_argument("--prompt_length", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens that the trunk continues each by")
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of nodes to try")
-    parser.add_argument("--rounds", type=int, default=40, help="times each of them is measured")
+    parser.add_argument("--prompts", type=int, help="held-out prompts; half grow the tree, half judge it")
+    parser.add_argument("--prompt_tokens", type=int, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=int, help="tokens that the trunk continues each by")
+    parser.add_argument("--sizes", type=int, nargs="+", help="numbers of nodes to try")
+    parser.add_argument("--rounds", type=int, help="times each of them is measured")
     _add_machine(parser)
+    parser.add_argument(
+        "--threads", type=int, help="processor threads; left out, 1 or all: both are measured anew and the faster kept"
+    )
     args = parse(parser, argv)
-    for name in ("prompts", "prompt_length", "tokens", "rounds"):
-        if args[name] < 1:
-            raise UserError(f"{name}={args[name]}: give at least 1")
-    if min(args.sizes) < 1:
-        raise UserError(f"sizes={args.sizes}: a tree has at least 1 node, the root")
     folder = Path(args.run).expanduser()
-    found = _measure(folder, args)
-    _print_trees(found)
+    read_manifest(folder)
+    settings = calibration_settings(folder, {name: args[name] for name in CALIBRATED_BY})
+    check_writable(folder, "its tree can't be replaced; copy the folder to where it can")
+    _print_trees(_measure(folder, settings, args))
     print(f"saved in {folder}", file=sys.stderr)
     return 0
 
 
-def _measure(folder: Path, args: jsonargparse.Namespace) -> Calibration:
-    import torch
-
-    from medusa.calibrate import calibrate
-    from medusa.checkpoint import load_heads, save_tree
-    from medusa.files import write_json
-    from medusa.machine import pick_threads
+def _measure(folder: Path, settings: dict[str, Any], args: jsonargparse.Namespace) -> Calibration:
+    from medusa.calibrate import continuations, recalibrate
+    from medusa.checkpoint import load_heads
     from medusa.progress import progress
 
     from .prompts import heldout_prompts
@@ -170,25 +184,37 @@ def _measure(folder: Path, args: jsonargparse.Namespace) -> Calibration:
     _quiet_unless_terminal()
     trunk = load_trunk(folder, dtype=args.dtype, device=args.device)
     heads = load_heads(folder, trunk)
-    prompts = heldout_prompts(folder, args.prompts, args.prompt_length, shift=0.0)
-    if args.threads is not None:
-        _set_threads(args.threads, folder / CALIBRATION)
-    elif trunk.device.type == "cpu":
-        ids_1T = torch.tensor([prompts[0][:16]])  # about as many positions as a tree has nodes
-        pick_threads(lambda: trunk.forward(ids_1T))
-    with progress(args.rounds, "calibrate") as advance:
-        found = calibrate(
-            trunk,
-            heads,
-            prompts,
-            tokens=args.tokens,
-            sizes=args.sizes,
-            rounds=args.rounds,
-            progress=lambda done, total: advance(),
+    prompts = heldout_prompts(folder, settings["prompts"], settings["prompt_tokens"], "judging")
+    _set_threads(args.threads if args.threads is not None else _fastest_threads(trunk, prompts[0]))
+    with progress(len(prompts), "held-out continuations") as advance:
+        held = continuations(
+            trunk, prompts, settings["tokens"], progress=lambda done, total: advance(done - advance.done)
         )
-    save_tree(folder, found.topology)
-    write_json(folder / CALIBRATION, found.as_json())
-    return found
+    sizes, rounds = settings["sizes"], settings["rounds"]
+    try:
+        with progress(rounds, "calibration") as advance:
+            return recalibrate(
+                folder,
+                heads,
+                held,
+                sizes=sizes,
+                rounds=rounds,
+                progress=lambda done, total: advance(done - advance.done),
+            )
+    except OSError as error:
+        raise UserError(f"{folder} can't be written ({reason(error)}): copy it to where it can") from error
+
+
+def _fastest_threads(trunk: Trunk, prompt: list[int]) -> int | None:
+    """Found on a forward of about as many positions as a tree has nodes; None where the processor doesn't decode."""
+    import torch
+
+    from medusa.machine import pick_threads
+
+    if trunk.device.type != "cpu":
+        return None
+    ids_1T = torch.tensor([prompt[:16]])
+    return pick_threads(lambda: trunk.forward(ids_1T))
 
 
 def _print_trees(found: Calibration) -> None:
@@ -204,11 +230,12 @@ def _bench(argv: list[str]) -> int:
     """Compare plain and speculative decoding on held-out prompts."""
     from .bench import BenchOptions, run_bench
 
-    parser = new_parser("bench", f"Compare plain and speculative decoding on held-out prompts. {SPELLING}")
+    parser = new_parser("bench", "Compare plain and speculative decoding on held-out prompts.")
     parser.add_argument("run", type=str, help="a folder made by `medusa train`")
-    parser.add_argument("--out", type=str, help="where the report goes, by default the run's folder report")
+    parser.add_argument("--out", type=str, help="where the report goes; left out, the run's folder report")
+    _add_machine(parser)
     parser.add_class_arguments(BenchOptions)
     args = parse(parser, argv)
     options = BenchOptions(**{field.name: args[field.name] for field in fields(BenchOptions)})
     _quiet_unless_terminal()
-    return run_bench(args.run, options, args.out)
+    return run_bench(args.run, options, args.out, dtype=args.dtype, device=args.device)

@@ -34,7 +34,7 @@ class Completion:
     ``token_ids`` include the EOS that ended them. ``steps`` counts the trunk's forwards after the prefill.
     ``finish_reason`` is ``"eos"`` or ``"length"`` (the limit asked for, or the trunk's context). ``accepted[n]`` counts
     the steps at which n drafted tokens were accepted, before the limit cut any. ``seconds`` run from the prefill to
-    the row's end.
+    the row's end. ``seed`` is what the row was sampled with, given or drawn; None for a greedy row.
     """
 
     text: str
@@ -44,6 +44,7 @@ class Completion:
     finish_reason: str
     accepted: list[int]
     seconds: float
+    seed: int | None
 
     @property
     def tokens_per_step(self) -> float:
@@ -86,15 +87,15 @@ class Engine:
         *,
         drafter: str = "auto",
         dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
+        device: str | torch.device = "auto",
         revision: str | None = None,
         check: bool = True,
     ) -> Engine:
         """Load a folder made by ``medusa train``, or a hub repository that holds one.
 
         ``drafter``: "auto" for the folder's own heads and tree, "none" to decode without drafts; a plain trunk loads
-        only with "none". ``dtype`` and ``device`` are the trunk's; ``check`` verifies at load that it can be driven
-        exactly with a token tree.
+        only with "none". ``dtype`` and ``device`` are the trunk's ("auto": its own, and a GPU where there is one);
+        ``check`` verifies at load that it can be driven exactly with a token tree.
 
         Raises:
             UserError: nothing there, a plain trunk with drafter "auto", or heads that don't belong to the trunk.
@@ -107,8 +108,8 @@ class Engine:
             return cls(trunk, None if drafter == "none" else _medusa(folder, trunk))
         if drafter != "none":
             raise UserError(
-                f"{source} has no {MANIFEST}, so no heads: give a folder made by `medusa train`, or drafter='none' to"
-                " decode with a plain trunk"
+                f"{source} has no {MANIFEST}, so no heads: give a folder made by `medusa train`; a plain trunk decodes"
+                " with `medusa generate --baseline`, in Python with drafter='none'"
             )
         plain = Trunk.load(
             folder or source,
@@ -132,7 +133,8 @@ class Engine:
 
         ``options`` are the fields of :class:`medusa.infer.options.Options`: ``max_new_tokens``, ``max_length``,
         ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``seed``, ``eos_token_id``, ``baseline``. Those not given come
-        from the trunk's ``generation_config``, then decoding is greedy.
+        from the trunk's ``generation_config``, then decoding is greedy. A row that samples without a ``seed`` draws one
+        of its own, and its completion says which.
 
         Raises:
             UserError: an unknown or unsupported option, a value out of range, a prompt that is empty, too long, of
@@ -225,6 +227,7 @@ class _Tally:
 
     def completion(self) -> Completion:
         """The account closed."""
+        law = self.request.sampling
         histogram = [self.accepted.count(length) for length in range(max(self.accepted, default=-1) + 1)]
         return Completion(
             text="".join(self.pieces),
@@ -234,6 +237,7 @@ class _Tally:
             finish_reason=self.finish_reason,
             accepted=histogram,
             seconds=self.seconds,
+            seed=law.seed if law.temperature > 0 else None,
         )
 
 

@@ -140,9 +140,16 @@ class Anatomy:
 
 @torch.inference_mode()
 def dissect(
-    trunk: Trunk, drafters: dict[str, Drafter], prompts: Sequence[Sequence[int]], tokens: int
+    trunk: Trunk,
+    drafters: dict[str, Drafter],
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    advance: Callable[..., object] = lambda **_: None,
 ) -> dict[str, Anatomy]:
-    """Take the steps of ``drafters`` apart, step by step in turns, on ``prompts`` continued by ``tokens`` tokens."""
+    """Take the steps of ``drafters`` apart, step by step in turns, on ``prompts`` continued by ``tokens`` tokens.
+
+    ``advance(tokens=n)`` is called after each prompt.
+    """
     parts: dict[str, list[_Parts]] = {name: [] for name in drafters}
     paths: dict[str, list[tuple[int, list[int]]]] = {name: [] for name in drafters}
     for prompt in prompts:
@@ -153,6 +160,7 @@ def dissect(
                     parts[name].append(watch.step())
         for name, watch in watches.items():
             paths[name] += [(nodes, path_BA[0].tolist()) for nodes, path_BA in watch.session.paths]
+        advance(tokens=tokens * len(drafters))
     return {name: _anatomy(parts[name], paths[name]) for name in drafters}
 
 

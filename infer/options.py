@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from medusa.decoding import Request
@@ -62,7 +63,7 @@ ONLY_WHEN_SAMPLING = ("epsilon_cutoff", "eta_cutoff", "top_h", "typical_p")
 
 @dataclass(frozen=True)
 class Options:
-    """How one call decodes; None leaves it to the trunk's ``generation_config``, then to greedy decoding.
+    """How one call decodes. What is left out is as the model's own generation_config says, and then greedy.
 
     Args:
         max_new_tokens: the most tokens to emit; 256 where the model sets no limit either.
@@ -71,7 +72,7 @@ class Options:
         top_k: draw from the k most likely tokens; 0 keeps all.
         top_p: draw from the smallest set of most likely tokens whose mass reaches p; 1 keeps all.
         min_p: draw from tokens at least this fraction as likely as the most likely one; 0 keeps all.
-        seed: the same seed draws the same tokens, in any batch; 0 if not given.
+        seed: the same seed draws the same tokens, in any batch; left out, every sampled row draws a seed of its own.
         eos_token_id: the id or ids that end the text; an empty list for none.
         baseline: decode without drafts: the same loop, one token per step.
 
@@ -124,9 +125,12 @@ class Options:
         return options
 
     def request(self, trunk: Trunk, ids: Sequence[int]) -> Request:
-        """One prompt's request."""
+        """One prompt's request; a row that samples has the seed asked for, or one that nobody has seen before."""
         config = trunk.model.generation_config
-        return Request(ids, self._limit(config, len(ids)), self._eos(trunk), self.sampling(config))
+        law = self.sampling(config)
+        if law.temperature > 0 and self.seed is None:
+            law = replace(law, seed=secrets.randbelow(1 << 63))
+        return Request(ids, self._limit(config, len(ids)), self._eos(trunk), law)
 
     def sampling(self, config: Any) -> SamplingParams:
         """The law to draw by; ``config``, a ``GenerationConfig``, has a say where its ``do_sample`` is true."""
@@ -188,7 +192,7 @@ def _refuse_unsupported_defaults(config: Any, given: dict[str, Any], options: Op
         value = getattr(config, name, None)
         if given.get(name) is not None or _is_neutral(name, value) or (name in ONLY_WHEN_SAMPLING and not samples):
             continue
-        undo = "" if neutral is None else f", or give {name}={neutral!r}"
+        undo = "" if neutral is None else f", or give {name}={neutral!r} to Engine.generate"
         raise UserError(
             f"the trunk's generation_config sets {name}={value!r}, which is not supported: clear it in"
             f" generation_config.json{undo}"

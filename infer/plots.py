@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medusa.checkpoint import CALIBRATION, LOG
 from medusa.files import read_json
 from medusa.tree import Topology
 
@@ -33,10 +34,10 @@ def figures(report: dict[str, Any], run: Path) -> dict[str, Figure]:
         made["acceptance"] = acceptance(report)
     if report["drafter"].get("tree", {"nodes": 1})["nodes"] > 1:
         made["tree"] = tree(report)
-    if (run / "calibration.json").is_file():
-        made["cost_curve"] = cost_curve(read_json(run / "calibration.json"))
-    if (run / "train_log.jsonl").is_file():
-        events = [json.loads(line) for line in (run / "train_log.jsonl").read_text(encoding="utf-8").splitlines()]
+    if (run / CALIBRATION).is_file():
+        made["cost_curve"] = cost_curve(read_json(run / CALIBRATION))
+    if (run / LOG).is_file():
+        events = [json.loads(line) for line in (run / LOG).read_text(encoding="utf-8").splitlines()]
         if any("stage" in event and "step" in event for event in events):
             made["training"] = training(events)
     return made

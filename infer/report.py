@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+from medusa.errors import UserError, reason
 from medusa.files import write_atomically, write_json, write_text
 
 WIDTH = 110  # columns of the tables where no terminal says how many there are
@@ -83,11 +85,12 @@ def _step(report: dict[str, Any]) -> Table:
 def notes(report: dict[str, Any]) -> list[str]:
     """What stands below the tables, a sentence each."""
     trunk, options, null = report["trunk"], report["options"], report["steps"]["none"]
-    loss = "" if trunk["heldout_loss"] is None else f", held-out loss {trunk['heldout_loss']:.3f} nats per token"
+    found = trunk["heldout_loss"]
+    loss = "not measured: text too short" if found is None else f"{found:.3f} nats per token"
     nulls_ms = report["contenders"]["none"]["decode_ms_per_token"]
     lines = [
         _verdict(report["identical"]),
-        f"Trunk: {trunk['family']}, {trunk['parameters'] / 1e6:.2f} M parameters, {trunk['dtype']}{loss}.",
+        f"Trunk: {trunk['family']}, {trunk['parameters'] / 1e6:.2f} M parameters, {trunk['dtype']}, held-out loss {loss}.",
         f"Timed: {report['identical']['prompts']} held-out prompts of {options['prompt_length']} tokens, continued by"
         f" {options['max_new_tokens']}, {options['repeats']} times each, contenders in turns."
         f" Repeated 4-grams in the text: {report['repeated_4grams']:.1%}.",
@@ -144,10 +147,31 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def write_report(report: dict[str, Any], run: Path, folder: Path) -> None:
-    """Write report.json, report.md and the plots to ``folder``; ``run`` is the checkpoint whose records are drawn."""
+    """Write report.json, report.md and the plots to ``folder``; ``run`` is the checkpoint whose records are drawn.
+
+    Raises:
+        UserError: a file can't be written.
+    """
     from .plots import figures
 
-    write_json(folder / "report.json", report)
-    write_text(folder / "report.md", markdown(report))
-    for name, figure in figures(report, run).items():
-        write_atomically(folder / f"{name}.png", partial(figure.savefig, dpi=150, format="png"))
+    try:
+        write_json(folder / "report.json", report)
+        write_text(folder / "report.md", markdown(report))
+        for name, figure in figures(report, run).items():
+            write_atomically(folder / f"{name}.png", partial(figure.savefig, dpi=150, format="png"))
+    except OSError as error:
+        raise UserError(f"the report can't be written ({reason(error)}): name another folder with --out") from error
+
+
+def check_writable(folder: Path, way_out: str) -> None:
+    """Find out whether files can be written to ``folder``, which may have to be made; leave nothing.
+
+    Raises:
+        UserError: they can't; ``way_out`` is what to do then.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(f"{folder} can't be written ({error.strerror}): {way_out}") from error

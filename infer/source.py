@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import torch
 
 from medusa.checkpoint import MANIFEST, TREE, WEIGHTS, read_manifest, trunk_source
-from medusa.errors import UserError, nearest
+from medusa.errors import UserError, nearest, reason
 from medusa.trunk import Trunk
 
 PATTERNS = [MANIFEST, WEIGHTS, TREE, "trunk/*", "*.md"]  # of a hub repository: the engine, not its logs and plots
+REASON = 160  # characters of what the hub says: its first sentence or two
 
 
 def find(source: str, revision: str | None) -> Path | None:
@@ -26,17 +28,16 @@ def find(source: str, revision: str | None) -> Path | None:
     if source.startswith((".", "/", "~")) or (parent != Path(".") and parent.is_dir()):
         beside = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
         raise UserError(
-            f"no folder {source}{nearest(folder.name, beside)}: give one made by `medusa train`, or a hub id"
+            f"no folder {source} here{nearest(folder.name, beside)}: give one made by `medusa train`, or a hub id"
         )
     from huggingface_hub import snapshot_download
 
     try:
         found = Path(snapshot_download(source, revision=revision, allow_patterns=PATTERNS))
     except (OSError, ValueError) as error:  # the hub's errors are of these kinds
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        why = textwrap.shorten(reason(error), REASON)
         raise UserError(
-            f"{source} is no folder here and can't be had from the hub ({reason}): give a folder made by `medusa"
-            " train`, or a hub id"
+            f"no folder {source} here (make it with `medusa train`), and not from the hub: {why}"
         ) from error
     return found if (found / MANIFEST).is_file() else None
 
@@ -45,7 +46,7 @@ def load_trunk(
     folder: Path,
     *,
     dtype: str | torch.dtype = "auto",
-    device: str | torch.device | None = None,
+    device: str | torch.device = "auto",
     check: bool = True,
 ) -> Trunk:
     """The trunk that the checkpoint in ``folder`` belongs to. Raises UserError if it is no checkpoint."""

@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from medusa.checkpoint import CALIBRATION, save_tree
 from medusa.decoding import Decoder, Request, generate_ids
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
+from medusa.files import write_json
 from medusa.heads import MedusaHeads
 from medusa.machine import describe, seconds
 from medusa.tree import Topology
@@ -27,6 +30,7 @@ from medusa.trunk import Trunk
 
 Progress = Callable[[int, int], None]  # done, total
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+ROUNDS = 40  # times each tree is measured: medians over fewer jump
 GOOD_ENOUGH = 0.98  # a smaller tree this close to the fastest is taken: timings are no better than that
 
 
@@ -73,25 +77,25 @@ def continuations(
 def head_ranks(heads: MedusaHeads, held: Continuations) -> list[Tensor]:
     """Per row int64 [T, K]: where the true token stands in each head's list, 0 for the most likely.
 
-    Row t drafts from the t-th state that decoding could stand at: the last of the prompt, then those of the
-    continuation. -1 where the text has ended.
+    Row t drafts from the t-th state that a step could start at: the last of the prompt, then those of the
+    continuation, up to the one that has a token left to emit after its root. -1 where the text has ended.
     """
     ranks = []
     for ids, start, hidden_TD in zip(held.ids, held.starts, held.hidden, strict=True):
-        first, last = start - 1, len(ids) - 1  # the state at t needs the root t+1
-        row = torch.full((last - first, heads.config.num), -1)
+        first, last = start - 1, len(ids) - 2  # a step at state t has the root t+1 and emits t+2 at least
+        row = torch.full((max(last - first, 0), heads.config.num), -1)
         text = torch.tensor(ids, device=hidden_TD.device)
         embedded_TE = heads.embed(text)
         for head in range(heads.config.num):
-            states = torch.arange(first, len(ids) - 2 - head, device=text.device)
-            if not len(states):
-                continue
+            states = torch.arange(first, max(first, len(ids) - 2 - head), device=text.device)
             reads = torch.arange(1, heads.config.reads(head) + 1, device=text.device)
             context = heads.context(head, embedded_TE[states[:, None] + reads]) if len(reads) else None
             features = heads.features(head, hidden_TD[states], context)
-            logits = heads.draftable(heads.logits(head, features))
+            logits = heads.logits(head, features)
             true = logits.gather(1, text[states + 2 + head][:, None])
-            row[: len(states), head] = (logits > true).sum(1).cpu()
+            # counted from below, so that a NaN is never a hit; rows that only pad the vocabulary are not drafted
+            behind = (heads.draftable(logits) < true).sum(1)
+            row[: len(states), head] = (heads.trunk.draftable - 1 - behind).clamp(min=0).cpu()
         ranks.append(row)
     return ranks
 
@@ -180,11 +184,10 @@ class Calibration:
 
 
 def step_costs(
-    trunk: Trunk,
     heads: MedusaHeads,
     topologies: Sequence[Topology],
     prompts: Sequence[Sequence[int]],
-    rounds: int = 40,
+    rounds: int = ROUNDS,
     progress: Progress | None = None,
 ) -> list[tuple[float, float]]:
     """Median milliseconds of a whole step and of the trunk's forward alone, for each tree, measured in turns.
@@ -193,11 +196,11 @@ def step_costs(
     """
     steps: list[list[float]] = [[] for _ in topologies]
     forwards: list[list[float]] = [[] for _ in topologies]
-    decoders = [_fresh(trunk, heads, topology, prompts) for topology in topologies]
+    decoders = [_fresh(heads, topology, prompts) for topology in topologies]
     for turn in range(rounds):
         for index, topology in enumerate(topologies):
             if len(decoders[index].live) < len(prompts):
-                decoders[index] = _fresh(trunk, heads, topology, prompts)
+                decoders[index] = _fresh(heads, topology, prompts)
             decoder = decoders[index]
             with torch.inference_mode():
                 tree = decoder.session.propose(decoder.root_B, topology.depth)
@@ -208,34 +211,34 @@ def step_costs(
     return [(1e3 * median(step), 1e3 * median(forward)) for step, forward in zip(steps, forwards, strict=True)]
 
 
-def _fresh(trunk: Trunk, heads: MedusaHeads, topology: Topology, prompts: Sequence[Sequence[int]]) -> Decoder:
-    room = (trunk.context or 1 << 20) - max(map(len, prompts))
-    decoder = Decoder(trunk, MedusaDrafter(heads, topology), [Request(prompt, min(room, 256)) for prompt in prompts])
+def _fresh(heads: MedusaHeads, topology: Topology, prompts: Sequence[Sequence[int]]) -> Decoder:
+    requests = [Request(prompt, 256) for prompt in prompts]
+    decoder = Decoder(heads.trunk, MedusaDrafter(heads, topology), requests)
     decoder.prefill()
     return decoder
 
 
 def calibrate(
-    trunk: Trunk,
     heads: MedusaHeads,
-    prompts: Sequence[Sequence[int]],
+    held: Continuations,
     *,
-    tokens: int = 128,
     sizes: Sequence[int] = SIZES,
-    rounds: int = 40,
+    rounds: int = ROUNDS,
     progress: Progress | None = None,
 ) -> Calibration:
     """Grow trees on held-out continuations, measure each size's cost here, and choose the most tokens per second.
 
-    The tree of one node is plain decoding: if that wins, speculation does not pay on this machine.
+    Trees are grown on one half of ``held`` and judged on the other; costs are those of one row. The tree of one node is
+    plain decoding: if that wins, speculation does not pay on this machine.
     """
-    if len(prompts) < 2:
-        raise UserError(f"{len(prompts)} held-out prompts: calibration needs 2 or more, to grow and to judge")
-    grown_on, judged_on = continuations(trunk, prompts, tokens).halves()
+    if len(held.ids) < 2:
+        raise UserError(f"{len(held.ids)} held-out prompts: calibration needs 2 or more, to grow and to judge")
+    grown_on, judged_on = held.halves()
     ranks, fresh = head_ranks(heads, grown_on), head_ranks(heads, judged_on)
-    trees = {tree.size: tree for tree in (grow(ranks, size) for size in sizes)}  # scarce data may give fewer nodes
+    trees = {tree.size: tree for tree in (grow(ranks, size) for size in sorted(set(sizes)))}  # scarce data: fewer nodes
     topologies = list(trees.values())
-    costs = step_costs(trunk, heads, topologies, prompts[:1], rounds, progress)
+    prompt = held.ids[0][: held.starts[0]]
+    costs = step_costs(heads, topologies, [prompt], rounds, progress)
     rows = []
     for topology, (step_ms, forward_ms) in zip(topologies, costs, strict=True):
         gain = tokens_per_step(topology, fresh)
@@ -244,3 +247,19 @@ def calibrate(
     chosen = next(row for row in rows if row.tokens_per_second >= GOOD_ENOUGH * fastest)
     found = {"top1": accuracy(fresh, 1), "top5": accuracy(fresh, 5)}
     return Calibration(trees[chosen.nodes], rows, found)
+
+
+def recalibrate(
+    folder: Path,
+    heads: MedusaHeads,
+    held: Continuations,
+    *,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = ROUNDS,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Calibrate on this machine and write the tree and the measurements into the checkpoint."""
+    found = calibrate(heads, held, sizes=sizes, rounds=rounds, progress=progress)
+    save_tree(folder, found.topology)
+    write_json(folder / CALIBRATION, found.as_json())
+    return found

@@ -7,14 +7,14 @@ where the trunk was made here.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from medusa.errors import UserError
+from medusa.errors import UserError, reason
 from medusa.files import read_json, write_atomically, write_json
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.tree import Topology
@@ -22,6 +22,8 @@ from medusa.trunk import Trunk
 
 FORMAT = 1
 MANIFEST, WEIGHTS, TREE = "medusa.json", "heads.safetensors", "tree.json"
+# What training and calibration leave beside them.
+CONFIG, RUN, LOG, CALIBRATION = "config.yaml", "run.json", "train_log.jsonl", "calibration.json"
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,20 @@ def read_manifest(folder: Path) -> Manifest:
     if content.get("format") != FORMAT:
         raise UserError(f"{folder / MANIFEST} has format {content.get('format')}: this version reads format {FORMAT}")
     del content["format"]
+    heads = content.get("heads")
+    kinds = {field.name: type(field.default) for field in fields(HeadsConfig)}
+    if not isinstance(heads, dict) or any(not isinstance(heads.get(name), kind) for name, kind in kinds.items()):
+        needed = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
+        raise UserError(
+            f"{folder / MANIFEST}: heads need {needed}, found {heads}; train the heads anew with `medusa train`"
+        )
     try:
-        return Manifest(**content | {"heads": HeadsConfig(**content.get("heads", {}))})
-    except TypeError as error:  # a field that is missing, or one that does not exist
-        reason = str(error).partition("() ")[2]
-        raise UserError(f"{folder / MANIFEST}: {reason}; train the heads anew with `medusa train`") from error
+        manifest = Manifest(**content | {"heads": HeadsConfig(**heads)})
+    except (TypeError, UserError) as error:  # a field that is missing or does not exist, or a value out of its range
+        raise UserError(f"{folder / MANIFEST}: {reason(error)}; train the heads anew with `medusa train`") from error
+    if not isinstance(manifest.trunk, str):
+        raise UserError(f"{folder / MANIFEST}: trunk is {manifest.trunk!r}, not a name: train the heads anew")
+    return manifest
 
 
 def trunk_source(folder: Path, manifest: Manifest) -> str:

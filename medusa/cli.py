@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from medusa.errors import UserError, nearest
+from medusa.errors import UserError, nearest, reason
 
 if TYPE_CHECKING:
     import jsonargparse
+
+SPELLING = "The words of an option's name may be joined by - or by _."
 
 # How jsonargparse words an unknown key: on the command line, in a group, at the top of a file or of an optional group.
 UNKNOWN = (
@@ -28,6 +31,7 @@ def new_parser(command: str, description: str) -> jsonargparse.ArgumentParser:
     """A parser for ``medusa COMMAND`` that takes no abbreviations and leaves errors to :func:`parse`."""
     from jsonargparse import ArgumentParser
 
+    description = f"{description} {SPELLING}"
     return ArgumentParser(prog=f"medusa {command}", description=description, exit_on_error=False, allow_abbrev=False)
 
 
@@ -39,20 +43,31 @@ def parse(parser: jsonargparse.ArgumentParser, argv: list[str], keys: Iterable[s
     Raises:
         UserError: an unknown key (with the nearest known one), a value of the wrong type, a missing or broken file.
     """
+    options = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
+    known = {*options, *keys}
     try:
-        return parser.parse_args([underscored(word) for word in argv])
+        return parser.parse_args([underscored(word, known) for word in argv])
     except argparse.ArgumentError as error:
-        options = {option.removeprefix("--") for action in parser._actions for option in action.option_strings}
-        reason = explain(str(error), {*options, *keys})
-        raise UserError(f"{parser.prog}: {reason}; see {parser.prog} --help") from error
+        raise UserError(f"{parser.prog}: {explain(str(error), known)}; see {parser.prog} --help") from error
+    except (OSError, UnicodeError) as error:  # of a configuration file: jsonargparse lets these through
+        files = ", ".join(_files(argv)) or "a configuration file"
+        raise UserError(f"{parser.prog}: {files} can't be read ({reason(error)}): give YAML in UTF-8") from error
 
 
-def underscored(word: str) -> str:
-    """``--max-new-tokens=5`` -> ``--max_new_tokens=5``: options are named as in the Python API."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word[2:].partition("=")
-    return f"--{name.replace('-', '_')}{equals}{value}"
+def _files(argv: Sequence[str]) -> list[str]:
+    """What ``argv`` names that is a file."""
+    values = [word.partition("=")[2] if word.startswith("--") else word for word in argv]
+    return [value for value in values if os.path.isfile(value)]
+
+
+def underscored(word: str, known: Container[str]) -> str:
+    """``--max-new-tokens=5`` -> ``--max_new_tokens=5``, where that is an option; any other word is a value, or wrong.
+
+    Options are named as in the Python API.
+    """
+    name, equals, value = word.removeprefix("--").partition("=")
+    spelt = name.replace("-", "_")
+    return f"--{spelt}{equals}{value}" if word.startswith("--") and spelt in known else word
 
 
 def explain(message: str, keys: Iterable[str]) -> str:
@@ -65,8 +80,8 @@ def explain(message: str, keys: Iterable[str]) -> str:
             key = parts["key"].removeprefix("--").partition("=")[0]
             group = parts.get("group") or owner
             return _unknown(f"{group}.{key}" if group else key, list(keys))
-    reason = message[message.rindex(OWNER_MARK) :] if owners else message
-    given, expected = GIVEN.findall(reason), [_type_name(kind) for kind in EXPECTED.findall(reason)]
+    last = message[message.rindex(OWNER_MARK) :] if owners else message
+    given, expected = GIVEN.findall(last), [_type_name(kind) for kind in EXPECTED.findall(last)]
     if owners and given and expected:
         # Below an optional group the rest of the message is about the group, which may also be null.
         wanted = expected[:1] if len(owners) > 1 else dict.fromkeys(expected)
@@ -77,9 +92,10 @@ def explain(message: str, keys: Iterable[str]) -> str:
 def _unknown(key: str, keys: list[str]) -> str:
     """Compare whole keys; failing that, the last part alone, which is what one remembers of a nested key."""
     last = {known.rpartition(".")[2]: known for known in keys}
-    hint = nearest(key, keys)
-    if key.rpartition(".")[2] in last:
-        hint = f" (did you mean {last[key.rpartition('.')[2]]}?)"
+    spelt = key.replace("-", "_")
+    hint = nearest(spelt, keys)
+    if spelt.rpartition(".")[2] in last:
+        hint = f" (did you mean {last[spelt.rpartition('.')[2]]}?)"
     return f"unknown option {key!r}{hint}"
 
 

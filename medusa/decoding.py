@@ -202,6 +202,7 @@ def _allowance(trunk: Trunk, request: Request, row: int) -> int:
         return request.max_new_tokens
     if size >= horizon:
         raise UserError(
-            f"prompt {row} has {size} tokens and the trunk's context is {horizon}: shorten it to at most {horizon - 1}"
+            f"prompt {row} has {size} tokens and a text may reach {horizon} with this trunk: shorten it to at most"
+            f" {horizon - 1}"
         )
     return min(request.max_new_tokens, horizon - size)

@@ -52,8 +52,9 @@ def turning_point(config: Any) -> tuple[int | None, bool]:
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
     for kind in kinds:
-        if kind.get("rope_type") in ("longrope", "dynamic"):
+        if kind.get("rope_type") == "dynamic":
+            return context(config), True
+        if kind.get("rope_type") == "longrope":
             own = getattr(config, "original_max_position_embeddings", None)
-            point = kind.get("original_max_position_embeddings") or own or context(config)
-            return point, kind["rope_type"] == "dynamic"
+            return kind.get("original_max_position_embeddings") or own or context(config), False
     return None, False

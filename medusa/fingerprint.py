@@ -1,4 +1,4 @@
-"""Which trunk heads belong to: a hash of the config's shape and of a few values of every weight."""
+"""Which trunk heads belong to: a hash of the config's sizes and of signs in every weight."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def _of_files(folder: Path) -> Iterator[Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - not a dict
-                yield weights.get_slice(name)[:VALUES].flatten()[:VALUES]
+                values = weights.get_slice(name)
+                yield (values[:VALUES] if values.get_shape() else weights.get_tensor(name)).reshape(-1)[:VALUES]
 
 
 def _of_memory(model: Any) -> Iterator[Tensor]:
     for parameter in model.parameters():
-        yield parameter[:VALUES].flatten()[:VALUES]
+        yield parameter.detach().reshape(-1)[:VALUES]

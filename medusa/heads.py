@@ -24,7 +24,6 @@ from medusa.trunk import Trunk
 
 KINDS = ("medusa", "root", "hydra")
 PROJECTIONS = ("own", "shared")
-SMALL_TABLE = 1 << 22  # values of an embedding: 16 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,6 @@ class MedusaHeads(nn.Module):
         check_projection(trunk)
         self.config = config
         self._trunk = (trunk,)  # in a tuple: a module attribute would be registered and saved
-        self._table: Tensor | None = None
         output = trunk.model.get_output_embeddings()
         extra = trunk.embed(torch.zeros(1, dtype=torch.long, device=trunk.device)).shape[-1]
         self.heads = nn.ModuleList()
@@ -148,17 +146,8 @@ class MedusaHeads(nn.Module):
         A trunk's raw embeddings are often a hundred times smaller than its states, and would be learnt slowly beside
         them.
         """
-        if self._table is not None:
-            return nn.functional.embedding(ids, self._table)
         embedded = self.trunk.embed(ids)
         return nn.functional.rms_norm(embedded, embedded.shape[-1:])
-
-    def remember_embeddings(self) -> None:
-        """Scale a small vocabulary's embeddings once instead of at each use; the trunk must not change after this."""
-        if self.trunk.embedding_values <= SMALL_TABLE:
-            every = torch.arange(self.trunk.vocab_size, device=self.trunk.device)
-            self._table = None
-            self._table = self.embed(every)
 
     def draftable(self, logits: Tensor) -> Tensor:
         """Logits without the vocabulary rows that the tokenizer lacks: [.., V] -> [.., draftable]."""

@@ -60,12 +60,15 @@ def pick_threads(work: Callable[[], object], repeats: int = 5) -> int:
     if counts[1] == 1:
         return 1
     times: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(repeats):
-        for count in counts:
-            torch.set_num_threads(count)
-            times[count].append(seconds(work))
-    best = min(counts, key=lambda count: median(times[count][1:]))  # the first call warms up
-    torch.set_num_threads(best)
+    best = counts[1]
+    try:
+        for _ in range(repeats):
+            for count in counts:
+                torch.set_num_threads(count)
+                times[count].append(seconds(work))
+        best = min(counts, key=lambda count: median(times[count][1:]))  # the first call warms up
+    finally:
+        torch.set_num_threads(best)
     return best
 
 
@@ -79,12 +82,16 @@ def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return found
 
 
-def as_device(device: str | torch.device | None) -> str | torch.device | None:
-    """The device as given. Raises UserError if this machine or this build of torch lacks it."""
-    if device is not None:
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-            known = "one that this build of torch knows, such as cpu"
-            raise UserError(f"device={str(device)!r} is not there: use {known}") from error
+def pick_device(name: str | torch.device) -> torch.device:
+    """The device of that name; "auto" is a GPU where there is one. UserError if this machine or torch lacks it."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    known = "auto, cpu, or another that this build of torch knows"
+    try:
+        # a value, not an empty tensor: some devices only fail when asked for memory
+        device = torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:  # torch without CUDA asserts
+        raise UserError(f"device={str(name)!r} is not there: use {known}") from error
+    if device.type == "meta":
+        raise UserError(f"device={str(name)!r} holds no values: use {known}")
     return device

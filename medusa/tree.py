@@ -241,7 +241,8 @@ class Shape:
             room = 2 * max(length, 128)
             bias = torch.nn.functional.pad(as_bias(self.ancestors, dtype), (room, 0))[:, None]
             self._buffer[dtype] = bias
-        return bias[..., bias.shape[-1] - size - length :]
+        bias = bias[..., bias.shape[-1] - size - length :]
+        return bias.contiguous() if bias.is_cuda else bias  # CUDA's kernels want aligned rows
 
     @cached_property
     def _buffer(self) -> dict[torch.dtype, Tensor]:
@@ -252,9 +253,9 @@ class Shape:
 class DraftTree:
     """Guesses of a drafter for every row of a batch.
 
-    ``tokens_BN`` int64, ``valid_BN`` bool: a node that is not valid is a filler: nothing attends to it and it cannot
-    be accepted, whatever token stands there. ``sampled_BN`` marks children drawn at random; ``q_BNV`` then is, per
-    *parent*, the very law they were drawn from, in order. A child not marked sampled is deterministic.
+    ``tokens_BN`` int64, ``valid_BN`` bool: a node that is not valid is a filler: it cannot be accepted, whatever token
+    stands there, and so neither can what hangs below it. ``sampled_BN`` marks children drawn at random; ``q_BNV`` then
+    is, per *parent*, the very law they were drawn from, in order. A child not marked sampled is deterministic.
     """
 
     shape: Shape

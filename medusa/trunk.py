@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
 
 from medusa.cache import LayerShape, PlaneShape, SlotCache
-from medusa.errors import UserError
+from medusa.errors import UserError, reason
 from medusa.family import context, refuse_by_config, turning_point, windows
 from medusa.fingerprint import fingerprint
-from medusa.machine import as_device, as_dtype
+from medusa.machine import as_dtype, pick_device
 from medusa.mask import attention_bias
 from medusa.selfcheck import check_tree, projects_directly
 from medusa.tree import DraftTree
@@ -86,7 +86,7 @@ class Trunk:
         name: str | Path,
         *,
         dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
+        device: str | torch.device = "auto",
         revision: str | None = None,
         check: bool = True,
         **options: Any,
@@ -114,10 +114,11 @@ class Trunk:
         except LOADING_ERRORS as error:
             if isinstance(error, UserError):
                 raise
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-            raise UserError(f"trunk {name} cannot be loaded: {reason} (give a folder or a hub id)") from error
-        device = as_device(device)
-        return cls(model.to(device) if device is not None else model, tokenizer, check=check)
+            raise UserError(
+                f"trunk {name} can't be loaded: {reason(error)[:200]} (give a folder or a hub id)"
+            ) from error
+        placed = getattr(model, "hf_device_map", None) is not None  # by accelerate, over several devices
+        return cls(model if placed else model.to(pick_device(device)), tokenizer, check=check)
 
     @property
     def device(self) -> torch.device:
@@ -236,15 +237,14 @@ class Trunk:
 
         Returns the logits [B, V] and state [B, D] of each row's last real token, and the whole output.
         """
-        rows = torch.arange(len(lengths), device=ids_BT.device)
+        rows_B = torch.arange(len(lengths), device=ids_BT.device)
         last_B = torch.tensor(lengths, device=ids_BT.device) - 1
-        kept = torch.unique(last_B)  # logits of these columns alone: all of them could be T x V per row
+        kept = torch.unique(last_B)  # logits of these columns alone: all of them would be T x V per row
         cache.reserve(ids_BT.shape[1])
         positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None].expand_as(ids_BT)
         output = self.forward(ids_BT, cache, None, positions, keep=kept)
-        column_B = torch.searchsorted(kept, last_B)
         cache.set_lengths(lengths)
-        return output.logits[rows, column_B], output.hidden[rows, last_B], output
+        return output.logits[rows_B, torch.searchsorted(kept, last_B)], output.hidden[rows_B, last_B], output
 
     def tree_forward(self, tree: DraftTree, cache: SlotCache) -> TrunkOutput:
         """Score every node of every row's tree in one forward: logits [B, N, V], hidden [B, N, D]."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-from medusa.calibrate import SIZES
+from medusa.calibrate import ROUNDS, SIZES
 from medusa.data.corpus import DataConfig
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig
@@ -135,6 +135,8 @@ class HeadsTraining(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.chunk is not None and self.chunk < 1:
+            raise UserError(f"chunk={self.chunk}: give at least 1, or null")
         if not 0 < self.decay <= 1:
             raise UserError(f"decay={self.decay}: heads weigh decay^k, give more than 0 and at most 1")
 
@@ -173,7 +175,7 @@ class CalibrationConfig:
     """
 
     sizes: tuple[int, ...] = SIZES
-    rounds: int = 40
+    rounds: int = ROUNDS
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1 or self.rounds < 1:

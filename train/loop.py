@@ -5,7 +5,6 @@ Dimensions: B batch, T time, D hidden, K heads, V vocabulary.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -78,7 +77,7 @@ class StageTrainer(Trainer):
             max_steps=training.steps,
             per_device_train_batch_size=training.batch,
             max_grad_norm=training.clip,
-            logging_steps=training.log_every,
+            logging_steps=min(training.log_every, training.steps),
             logging_nan_inf_filter=False,
             save_strategy="no",
             report_to="none",
@@ -134,11 +133,6 @@ class StageTrainer(Trainer):
         """Hand the figures of the last steps on; the Trainer's summary at the end is left out."""
         if "loss" not in logs or self.watch is None:
             return
-        if not math.isfinite(logs["loss"]):
-            raise UserError(
-                f"the loss is {logs['loss']} at step {self.state.global_step}: training has diverged; lower lr"
-                f" (now {self.training.lr}) or raise warmup (now {self.training.warmup})"
-            )
         self.watch.log(self.state.global_step, logs | self.figures())
 
 
@@ -192,6 +186,7 @@ class Watch(TrainerCallback):
     """Follows the steps: progress, held-out evaluation, log. Evaluation does not count as training time."""
 
     training: Training
+    model: nn.Module
     tokens: int  # in a step
     evaluate: Evaluate
     write: Write
@@ -205,15 +200,29 @@ class Watch(TrainerCallback):
         self.started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A step is done: evaluate if it is time to."""
+        """A step is done: evaluate if it is time to.
+
+        Raises:
+            UserError: the weights are no longer finite.
+        """
         self.seconds += time.perf_counter() - self.started
         self.steps += 1
         shown: dict[str, Any] = {}
         if state.global_step % self.training.eval_every == 0 or state.global_step == self.training.steps:
+            self.check(state.global_step)
             found = self.evaluate(state.global_step)
             self.write(state.global_step, found)
             shown = {key: value for key, value in found.items() if isinstance(value, float)}
         self.advance(1, tokens=self.tokens, **shown)
+
+    def check(self, step: int) -> None:
+        """Raise UserError if training has diverged: no evaluation may see such weights, and nothing is saved."""
+        for name, value in self.model.named_parameters():
+            if value.requires_grad and not value.isfinite().all():
+                raise UserError(
+                    f"{name} is no longer finite at step {step}: training has diverged; lower lr (now"
+                    f" {self.training.lr}) or raise warmup (now {self.training.warmup})"
+                )
 
     def log(self, step: int, figures: dict[str, Any]) -> None:
         """Write what the Trainer found over the last steps."""
@@ -228,6 +237,6 @@ def follow(trainer: StageTrainer, name: str, evaluate: Evaluate, write: Write) -
     training = trainer.training
     tokens = training.batch * trainer.train_dataset.block
     with progress(training.steps, name) as advance:
-        trainer.watch = Watch(training, tokens, evaluate, write, advance)
+        trainer.watch = Watch(training, trainer.model, tokens, evaluate, write, advance)
         trainer.add_callback(trainer.watch)
         trainer.train()

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from medusa import configs
 from medusa.errors import UserError
-from medusa.machine import as_device
+from medusa.machine import pick_device
 from medusa.trunk import Trunk
 
 from .config import NewTrunk, TrunkConfig
@@ -87,13 +87,6 @@ def maker_of(trunk: str) -> str | None:
         if "new" in recipe.get("trunk", {}) and Path(recipe["run"]) / TRUNK == Path(trunk):
             return name
     return None
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is a GPU where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(as_device(name) or name)
 
 
 def digest(trunk: Trunk) -> str:

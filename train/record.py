@@ -5,19 +5,19 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import medusa
-from medusa.checkpoint import MANIFEST, TREE, WEIGHTS, read_manifest
+from medusa.checkpoint import CALIBRATION, CONFIG, MANIFEST, RUN, TREE, WEIGHTS, read_manifest
 from medusa.errors import UserError
 from medusa.files import read_json, write_json, write_text
 from medusa.machine import describe
 
 from .config import TrainConfig, flatten
 
-RUN, CONFIG, CALIBRATION, TRUNK = "run.json", "config.yaml", "calibration.json", "trunk"
+TRUNK = "trunk"  # the folder of a trunk made here
 
 # In the order in which they run, with the files that each one leaves.
 STAGES: dict[str, tuple[str, ...]] = {
@@ -80,7 +80,7 @@ class RunRecord:
             self.stages.pop(later, None)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.folder / CONFIG, to_yaml(self.config))
+            write_text(self.folder / CONFIG, to_yaml(_anywhere(self.config)))
             self._write()
         except OSError as error:
             raise UserError(
@@ -133,6 +133,21 @@ def to_yaml(config: TrainConfig) -> str:
 
     text: str = yaml.safe_dump(_plain(asdict(config)), sort_keys=False)
     return text
+
+
+def _anywhere(config: TrainConfig) -> TrainConfig:
+    """The configuration with absolute paths to the text, so that it can be found from any folder."""
+    data = config.data
+    path = data.path and _absolute(data.path)
+    return replace(
+        config, data=replace(data, source=_absolute(data.source), path=path, tokenizer=_absolute(data.tokenizer))
+    )
+
+
+def _absolute(name: str) -> str:
+    """A file's or folder's whole path; any other name, such as a hub id, stays."""
+    place = Path(name).expanduser()
+    return str(place.resolve()) if place.exists() else name
 
 
 def _plain(value: Any) -> Any:

@@ -10,26 +10,25 @@ from typing import Any
 
 import torch
 
-from medusa.calibrate import Continuations, calibrate, continuations
-from medusa.checkpoint import load_heads, save_heads, save_tree
-from medusa.files import write_json
+from medusa.calibrate import Continuations, continuations, recalibrate
+from medusa.checkpoint import CALIBRATION, load_heads, save_heads, save_tree
 from medusa.heads import MedusaHeads
-from medusa.machine import pick_threads
+from medusa.machine import pick_device, pick_threads
 from medusa.progress import progress
 from medusa.trunk import Trunk
 
 from .config import NewTrunk, TrainConfig
 from .heldout import HeadsEvaluation, text_loss
 from .loop import HeadsObjective, HeadsTrainer, StageTrainer, TrunkTrainer, follow
-from .newtrunk import check_name, digest, load_trunk, new_model, pick_device, save_model
-from .record import CALIBRATION, TRUNK, RunRecord
+from .newtrunk import check_name, digest, load_trunk, new_model, save_model
+from .record import TRUNK, RunRecord
 from .text import Corpus
 from .tracking import RunLog, run_log
 
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """A run under way, as its stages see it. ``threads`` is what torch started with."""
 
@@ -39,6 +38,7 @@ class Job:
     corpus: Corpus
     report: Report
     threads: int
+    _held: Continuations | None = None
 
     @property
     def folder(self) -> Path:
@@ -62,6 +62,19 @@ class Job:
         """Train a stage to its end."""
         self.set_threads(trainer.try_step)
         follow(trainer, stage, evaluate, lambda step, figures: self.log.write(stage, step, figures))
+
+    def held(self, trunk: Trunk) -> Continuations:
+        """The trunk's own greedy continuations of held-out prompts, made once: heads and trees are judged by them."""
+        if self._held is None:
+            evaluation = self.config.evaluation
+            prompts = self.corpus.heldout_prompts(evaluation)
+            ids_1T = torch.tensor(prompts[:1], device=trunk.device)
+            self.set_threads(lambda: trunk.forward(ids_1T))
+            with progress(len(prompts), "held-out continuations") as advance:
+                self._held = continuations(
+                    trunk, prompts, evaluation.tokens, progress=lambda done, total: advance(done - advance.done)
+                )
+        return self._held
 
 
 def train(config: TrainConfig, fresh: str | None = None, report: Report = print) -> RunRecord:
@@ -89,6 +102,7 @@ def train(config: TrainConfig, fresh: str | None = None, report: Report = print)
         trunk = load_trunk(config.trunk, record.folder)
         if trunk.context is not None:
             config.check_context(trunk.context)
+        job.corpus.take_tokenizer(trunk)
         make_calibration(job, make_heads(job, trunk))
     return record
 
@@ -123,7 +137,7 @@ def make_heads(job: Job, trunk: Trunk) -> MedusaHeads:
         job.report(f"heads: those in {job.folder} are there")
         return load_heads(job.folder, trunk)
     rows = job.corpus.training_rows(training.steps, training.batch)
-    prompts = job.corpus.heldout_prompts(config.evaluation)
+    held = job.held(trunk)
     start = job.begin("heads")
     heads = MedusaHeads(config.heads, trunk)
     size = sum(parameter.numel() for parameter in heads.parameters())
@@ -131,7 +145,7 @@ def make_heads(job: Job, trunk: Trunk) -> MedusaHeads:
         f"heads: {heads.config.num} of kind {heads.config.kind}, {size:,} parameters, {training.steps} steps of"
         f" {training.batch} x {config.data.block} tokens"
     )
-    evaluation = HeadsEvaluation(heads, _continuations(job, trunk, prompts), config.evaluation.nodes)
+    evaluation = HeadsEvaluation(heads, held, config.evaluation.nodes)
     trainer = HeadsTrainer(HeadsObjective(heads, training), rows, training, seed=config.seed, device=trunk.device)
     before = digest(trunk)
     job.run("heads", trainer, evaluation)
@@ -156,38 +170,18 @@ def make_calibration(job: Job, heads: MedusaHeads) -> None:
     if job.record.is_made("calibration", settings):
         job.report(f"calibration: {job.folder / CALIBRATION} is there")
         return
-    prompts = job.corpus.heldout_prompts(config.evaluation)
-    sizes, rounds = config.calibration.sizes, config.calibration.rounds
+    held = job.held(heads.trunk)
     start = job.begin("calibration")
-    ids_1T = torch.tensor([prompts[0][:16]], device=heads.trunk.device)  # about as many tokens as a tree has nodes
+    ids_1T = torch.tensor([held.ids[0][:16]], device=heads.trunk.device)  # about as many tokens as a tree has nodes
     job.set_threads(lambda: heads.trunk.forward(ids_1T))
+    sizes, rounds = config.calibration.sizes, config.calibration.rounds
     with progress(rounds, "calibration") as advance:
-        found = calibrate(
-            heads.trunk,
-            heads,
-            prompts,
-            tokens=config.evaluation.tokens,
-            sizes=sizes,
-            rounds=rounds,
-            progress=lambda done, total: advance(done - advance.done),
-        )
-    save_tree(job.folder, found.topology)
-    write_json(job.folder / CALIBRATION, found.as_json())
+        found = recalibrate(job.folder, heads, held, sizes=sizes, rounds=rounds, progress=lambda done, total: advance())
     job.record.done("calibration", settings, start, asdict(found.chosen))
     job.report(
         f"calibration: of {len(found.rows)} trees the one of {found.topology.size} nodes is fastest here:"
         f" {found.chosen.tokens_per_step:.3f} tokens per step, {found.chosen.step_ms:.2f} ms each"
     )
-
-
-def _continuations(job: Job, trunk: Trunk, prompts: list[list[int]]) -> Continuations:
-    """The trunk's own greedy continuations, which heads are judged by."""
-    ids_1T = torch.tensor(prompts[:1], device=trunk.device)
-    job.set_threads(lambda: trunk.forward(ids_1T))
-    with progress(len(prompts), "held-out continuations") as advance:
-        return continuations(
-            trunk, prompts, job.config.evaluation.tokens, progress=lambda done, total: advance(done - advance.done)
-        )
 
 
 def _settings(job: Job, *names: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from medusa.data.corpus import RandomBlocks, flatten, load_texts, pack, tokenise
 from medusa.data.prompts import cut_prompts
 from medusa.data.tokenizers import load_tokenizer
+from medusa.trunk import Trunk
 
 from .config import EvaluationConfig, TrainConfig
 
@@ -30,10 +31,15 @@ class Corpus:
     def _texts(self) -> tuple[Any, Any]:
         return load_texts(self.config.data, self.report)
 
+    def take_tokenizer(self, trunk: Trunk) -> None:
+        """Use the tokenizer that was loaded with the trunk."""
+        assert trunk.tokenizer is not None, "Trunk.load brings one"
+        self.tokenizer = trunk.tokenizer
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The one that the data's configuration names; "trunk" is that of the trunk named."""
-        return load_tokenizer(self.config.data, *self._texts, trunk=self.config.trunk.name)
+        """That of a new trunk, made from the text or loaded by the name that the data's configuration gives."""
+        return load_tokenizer(self.config.data, *self._texts)
 
     @cached_property
     def _heldout(self) -> list[Tensor]:
@@ -50,4 +56,4 @@ class Corpus:
 
     def heldout_prompts(self, evaluation: EvaluationConfig) -> list[list[int]]:
         """Prompts that heads are judged on and trees are grown on."""
-        return cut_prompts(self._heldout, evaluation.prompts, evaluation.prompt_tokens)
+        return cut_prompts(self._heldout, evaluation.prompts, evaluation.prompt_tokens, "judging")

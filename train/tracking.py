@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from medusa.checkpoint import LOG
 from medusa.errors import UserError
 from medusa.files import write_text
 
 from .config import TrackingConfig
-
-LOG = "train_log.jsonl"
 
 
 class RunLog:

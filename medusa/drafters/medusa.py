@@ -17,6 +17,8 @@ from medusa.heads import MedusaHeads
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk, TrunkOutput
 
+SMALL_TABLE = 1 << 22  # values of an embedding: 16 MiB in fp32
+
 
 class MedusaDrafter:
     """Heads and the tree they fill.
@@ -27,7 +29,6 @@ class MedusaDrafter:
 
     def __init__(self, heads: MedusaHeads, topology: Topology) -> None:
         check_depth(topology, heads.config)
-        heads.remember_embeddings()
         if max(topology.ranks) >= heads.trunk.draftable:
             raise UserError(
                 f"the tree takes rank {max(topology.ranks)} of {heads.trunk.draftable} tokens: ranks count from 0 and"
@@ -36,10 +37,20 @@ class MedusaDrafter:
         self.heads = heads
         self.topology = topology
         self.name = heads.config.kind
+        self._table: Tensor | None = None
+        if heads.trunk.embedding_values <= SMALL_TABLE:  # scaled once instead of at each use
+            with torch.no_grad():
+                self._table = heads.embed(torch.arange(heads.trunk.vocab_size, device=heads.trunk.device))
 
     def open(self, trunk: Trunk) -> MedusaSession:
-        """A session of one batch."""
-        return MedusaSession(self.heads, self.topology)
+        """A session of one batch. UserError for another trunk than the heads are bound to."""
+        if trunk.model is not self.heads.trunk.model:
+            raise UserError("these heads are bound to another trunk than the one that decodes: load heads for it")
+        return MedusaSession(self)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [.., E] as the heads read them."""
+        return self.heads.embed(ids) if self._table is None else torch.nn.functional.embedding(ids, self._table)
 
 
 class _Level:
@@ -81,9 +92,10 @@ class _Plan:
 class MedusaSession:
     """Remembers each row's state of the last *accepted* token, which is what the heads read."""
 
-    def __init__(self, heads: MedusaHeads, topology: Topology) -> None:
-        self.heads = heads
-        self.topology = topology
+    def __init__(self, drafter: MedusaDrafter) -> None:
+        self.drafter = drafter
+        self.heads = drafter.heads
+        self.topology = drafter.topology
         self.hidden_BD = torch.empty(0)
         self._plans: dict[int, _Plan] = {}
 
@@ -106,7 +118,7 @@ class MedusaSession:
     def _fill_at_once(self, plan: _Plan, root_B1: Tensor) -> Tensor:
         """Heads that read no drafted token give all levels' candidates in one go."""
         heads = self.heads
-        embedded_B1E = heads.embed(root_B1)
+        embedded_B1E = self.drafter.embed(root_B1)
         logits = []
         for head in range(len(plan.levels)):
             features_BD = heads.features(head, self.hidden_BD, heads.context(head, embedded_B1E))
@@ -117,7 +129,7 @@ class MedusaSession:
     def _fill_by_level(self, plan: _Plan, tokens_BN: Tensor) -> Tensor:
         """Hydra: each level reads the tokens drafted on the way to it."""
         heads = self.heads
-        embedded_BNE = heads.embed(tokens_BN)
+        embedded_BNE = self.drafter.embed(tokens_BN)
         for head, level in enumerate(plan.levels):
             lineage = level.lineage_WC
             context_BW = heads.context(head, embedded_BNE[:, lineage])
@@ -127,7 +139,7 @@ class MedusaSession:
             new_Bn = best_BWR.flatten(1)[:, level.choice_n]
             tokens_BN = torch.cat([tokens_BN, new_Bn], 1)
             if head + 1 < len(plan.levels):
-                embedded_BNE = torch.cat([embedded_BNE, heads.embed(new_Bn)], 1)
+                embedded_BNE = torch.cat([embedded_BNE, self.drafter.embed(new_Bn)], 1)
         return tokens_BN if plan.place_N is None else tokens_BN[:, plan.place_N]
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +25,15 @@ from medusa.calibrate import (
     grow,
     growth,
     head_ranks,
+    recalibrate,
     step_costs,
     tokens_per_step,
 )
+from medusa.checkpoint import CALIBRATION, TREE, load_tree
 from medusa.decoding import Decoder, Request, decode
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.errors import UserError
+from medusa.files import read_json
 from medusa.heads import KINDS, HeadsConfig, MedusaHeads
 from medusa.testing import memorising_heads, plain_greedy, random_heads, random_topology, recompute, tiny_model
 from medusa.tree import DraftTree, Topology
@@ -353,7 +357,7 @@ def test_tokens_per_step_follow_the_real_loop_step_by_step(kind: str) -> None:
     for topology in topologies(ranks):
         for prompt, row in zip(PROMPTS, ranks, strict=True):
             request = Request(prompt, TOKENS + NUM)
-            steps = list(decode(trunk_of(), MedusaDrafter(heads, topology), [request]))[1:]
+            steps = list(decode(heads.trunk, MedusaDrafter(heads, topology), [request]))[1:]
             at = 0
             for step in steps:
                 if at + NUM >= TOKENS:
@@ -403,16 +407,14 @@ TREES = [Topology.root(), Topology.chain(3), Topology.full([3, 2])]
 
 def test_step_costs_give_a_positive_pair_per_tree() -> None:
     seen: list[tuple[int, int]] = []
-    costs = step_costs(
-        trunk_of(), heads_of("hydra"), TREES, PROMPTS[:1], 3, lambda done, total: seen.append((done, total))
-    )
+    costs = step_costs(heads_of("hydra"), TREES, PROMPTS[:1], 3, lambda done, total: seen.append((done, total)))
     assert len(costs) == 3 and all(step > 0 and forward > 0 for step, forward in costs)
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_costs_are_medians_in_milliseconds_of_steps_and_forwards_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     trees = served(monkeypatch)
-    costs = step_costs(trunk_of(), heads_of("root"), TREES, PROMPTS[:1], 3)
+    costs = step_costs(heads_of("root"), TREES, PROMPTS[:1], 3)
     sizes = [topology.size for topology in TREES]
     assert trees == [(1, size) for size in sizes for _ in "fs"] * 3
     # the clock's n-th reading is n ms: tree i's forwards are read at 2i+1, 2i+7, 2i+13 and its steps one later
@@ -429,7 +431,7 @@ def test_costs_are_those_of_the_whole_batch_also_when_decoders_finish(
     made: list[Decoder] = []
     inner = Decoder.__init__
     monkeypatch.setattr(Decoder, "__init__", lambda self, *args: (made.append(self), inner(self, *args))[1])
-    step_costs(trunk, heads, TREES, prompts, 40)
+    step_costs(heads, TREES, prompts, 40)
     assert len(made) > len(TREES)  # some were made anew
     assert {rows for rows, _ in trees} == {len(prompts)}
 
@@ -439,7 +441,7 @@ def test_costs_are_those_of_the_whole_tree_also_near_the_end(monkeypatch: pytest
     trunk = trunk_of(max_position_embeddings=24)
     heads = random_heads(trunk, HeadsConfig("medusa", 3))
     trees = served(monkeypatch)
-    step_costs(trunk, heads, TREES, PROMPTS[:1], 40)
+    step_costs(heads, TREES, PROMPTS[:1], 40)
     assert [size for _, size in trees] == [topology.size for topology in TREES for _ in "fs"] * 40
 
 
@@ -450,9 +452,9 @@ def test_prompts_that_leave_no_room_to_measure(left: int) -> None:
     heads = random_heads(trunk, HeadsConfig("medusa", 3))
     prompts = [[index * 5 % 65 for index in range(24 - left)]] * 2
     try:
-        found = calibrate(trunk, heads, prompts, tokens=4, sizes=(1, 3), rounds=2)
+        found = calibrate(heads, continuations(trunk, prompts, 4), sizes=(1, 3), rounds=2)
     except UserError as error:
-        assert "\n" not in str(error)  # noqa: PT017
+        assert "\n" not in str(error)
     else:
         assert all(row.step_ms > 0 for row in found.rows)
 
@@ -467,11 +469,7 @@ def fixed_costs(
     asked: list[Sequence[Sequence[int]]] = []
 
     def costs(
-        trunk: Trunk,
-        heads: MedusaHeads,
-        topologies: Sequence[Topology],
-        prompts: Sequence[Sequence[int]],
-        *rest: object,
+        heads: MedusaHeads, topologies: Sequence[Topology], prompts: Sequence[Sequence[int]], *rest: object
     ) -> list[tuple[float, float]]:
         asked.append(prompts)
         return [(milliseconds(topology), milliseconds(topology) / 2) for topology in topologies]
@@ -481,7 +479,7 @@ def fixed_costs(
 
 
 def calibrated(**options: Any) -> Calibration:
-    return calibrate(trunk_of(), heads_of("hydra"), PROMPTS, **{"tokens": TOKENS, "rounds": 2} | options)
+    return calibrate(heads_of("hydra"), held_of(), **{"rounds": 2} | options)
 
 
 def test_calibration_with_real_costs() -> None:
@@ -509,7 +507,7 @@ def test_the_most_tokens_per_second_are_chosen(monkeypatch: pytest.MonkeyPatch) 
     fixed_costs(monkeypatch)
     found = calibrated(sizes=(1, 2, 4, 8, 16))
     best = max(row.tokens_per_second for row in found.rows)
-    assert 1 < found.chosen.nodes and found.chosen.tokens_per_second >= GOOD_ENOUGH * best
+    assert found.chosen.nodes > 1 and found.chosen.tokens_per_second >= GOOD_ENOUGH * best
     slower = [row for row in found.rows if row.nodes < found.chosen.nodes]
     assert slower and all(row.tokens_per_second < GOOD_ENOUGH * best for row in slower)
 
@@ -542,7 +540,7 @@ def test_a_tree_clearly_faster_is_chosen_though_larger(monkeypatch: pytest.Monke
 
 def test_sizes_beyond_the_data_collapse(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_costs(monkeypatch)
-    found = calibrate(trunk_of(), heads_of("root"), PROMPTS[:2], tokens=3, sizes=(1, 2, 2, 100, 200, 300))
+    found = calibrate(heads_of("root"), continuations(trunk_of(), PROMPTS[:2], 3), sizes=(1, 2, 2, 100, 200, 300))
     sizes = [row.nodes for row in found.rows]
     assert sizes == sorted(set(sizes)) and sizes[:2] == [1, 2] and len(sizes) == 3 and sizes[2] < 100
 
@@ -556,7 +554,7 @@ def test_costs_are_asked_for_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("prompts", [[], PROMPTS[:1]])
 def test_fewer_than_two_prompts_are_refused(prompts: list[list[int]]) -> None:
     with pytest.raises(UserError, match=rf"^{len(prompts)} held-out prompts.*2 or more") as caught:
-        calibrate(trunk_of(), heads_of("root"), prompts)
+        calibrate(heads_of("root"), continuations(trunk_of(), prompts, 4))
     assert "\n" not in str(caught.value)
 
 
@@ -564,7 +562,8 @@ def test_texts_that_end_at_once_leave_plain_decoding(monkeypatch: pytest.MonkeyP
     first = plain_greedy(trunk_of(), PROMPTS[1], 1)[0]
     trunk = trunk_of(eos=first)
     fixed_costs(monkeypatch)
-    found = calibrate(trunk, random_heads(trunk, HeadsConfig("root", 2)), [PROMPTS[1], PROMPTS[1]], tokens=TOKENS)
+    held = continuations(trunk, [PROMPTS[1], PROMPTS[1]], TOKENS)
+    found = calibrate(random_heads(trunk, HeadsConfig("root", 2)), held)
     assert found.topology == Topology.root() and [row.tokens_per_step for row in found.rows] == [1.0]
     assert found.accuracy == {"top1": [0.0, 0.0], "top5": [0.0, 0.0]}
 
@@ -587,10 +586,18 @@ def test_predicted_tokens_per_step_hold_on_other_prompts(monkeypatch: pytest.Mon
     known, seen, unseen = prompts[:16], prompts[16:40], prompts[40:]
     heads = memorising_heads(trunk, HeadsConfig(kind, 3), continuations(trunk, known, 40).ids)
     fixed_costs(monkeypatch)
-    found = calibrate(trunk, heads, seen, tokens=40, sizes=(1, 4, 16))
+    found = calibrate(heads, continuations(trunk, seen, 40), sizes=(1, 4, 16))
     emitted, steps = decoded(heads, found.topology, 40, unseen)
     assert found.topology.size > 1 and found.chosen.tokens_per_step > 1.2
     assert found.chosen.tokens_per_step == pytest.approx(emitted / steps, rel=0.1)
+
+
+def test_a_recalibration_is_written_into_the_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fixed_costs(monkeypatch)
+    found = recalibrate(tmp_path, heads_of("hydra"), held_of(), sizes=(1, 4), rounds=2)
+    assert {entry.name for entry in tmp_path.iterdir()} == {TREE, CALIBRATION}
+    assert read_json(tmp_path / CALIBRATION) == found.as_json()
+    assert load_tree(tmp_path, HeadsConfig("hydra", NUM)) == found.topology
 
 
 def test_ranks_of_a_text_read_the_laws_that_decoding_reads() -> None:

@@ -59,8 +59,12 @@ class ChainSession:
         self.scripts, self.at = [self.scripts[row] for row in rows], [self.at[row] for row in rows]
 
 
-@cache
 def trunk_of(family: str = "llama") -> Trunk:
+    return made_trunk(family)  # one object, however the argument is given
+
+
+@cache
+def made_trunk(family: str) -> Trunk:
     return tiny_trunk(family)
 
 

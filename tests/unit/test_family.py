@@ -111,6 +111,10 @@ def test_longrope_turns_once_at_the_original_context() -> None:
         "Phi3", rope_parameters=rope, original_max_position_embeddings=16, max_position_embeddings=64, pad_token_id=None
     )
     assert turning_point(outside) == (16, False)
+    bare = plain(
+        rope_parameters={"rope_type": "longrope"}, original_max_position_embeddings=16, max_position_embeddings=64
+    )
+    assert turning_point(bare) == (16, False)
 
 
 def test_dynamic_scaling_turns_at_the_context_and_goes_on() -> None:

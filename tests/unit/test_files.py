@@ -24,6 +24,15 @@ def test_text_is_kept_to_the_byte(tmp_path: Path, text: str) -> None:
     assert (tmp_path / "file").read_bytes() == text.encode("utf-8")
 
 
+def test_text_is_utf_8_whatever_the_machines_own_encoding() -> None:
+    # os.linesep and the locale have no say: the text becomes bytes before anything is opened
+    seen: list[bytes] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("medusa.files.write_bytes", lambda path, content: seen.append(content))
+        write_text(Path("unused"), "é\n")
+    assert seen == [b"\xc3\xa9\n"]
+
+
 def test_bytes_replace_what_was_there_and_folders_are_made(tmp_path: Path) -> None:
     target = tmp_path / "a" / "b" / "file.bin"
     for content in (bytes(range(256)), b""):

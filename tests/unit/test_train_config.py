@@ -61,7 +61,7 @@ def test_a_configuration_written_down_gives_itself_again(config: TrainConfig, tm
         ({"threads": 0}, "threads=0: give at least 1, or auto"),
         ({"data": replace(CHAR, block=2000)}, "data.block=2000, the trunk's context is 1024"),
         ({"evaluation": EvaluationConfig(tokens=1000)}, "evaluation.prompt_tokens .* tokens=1064, .* context is 1024"),
-        ({"data": replace(CHAR, block=5)}, "data.block=5 and heads.num=4.*at least 6"),
+        ({"data": replace(CHAR, block=5)}, "data.block=5 and heads.num=6.*at least 8"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:

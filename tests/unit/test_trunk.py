@@ -54,7 +54,8 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
     trunk = tiny_trunk(family)
-    assert tree_error(trunk) < 1e-12
+    exact = trunk.config._attn_implementation != "eager"  # eager attention takes its softmax in fp32
+    assert tree_error(trunk) < (1e-12 if exact else 1e-6)
     assert trunk.vocab_size == VOCAB
     assert trunk.hidden_size == 32
     assert trunk.context == 128
