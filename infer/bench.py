@@ -83,8 +83,6 @@ def run_bench(
     engine = Engine.load(run, dtype=dtype, device=device)
     documents = heldout_documents(run)
     prompts = cut_prompts(documents, options.prompts, options.prompt_length, "benchmark")
-    check_task(engine.trunk, prompts, options)
-    _set_threads(engine.trunk, prompts[0], options.threads)
     heldout = _loss_rows(documents, engine.trunk)
     with progress(3 * len(prompts) * options.repeats + min(len(prompts), DISSECTED), "benchmark") as advance:
         report = bench(engine.trunk, engine.drafter, prompts, options, heldout=heldout, advance=advance)
@@ -130,7 +128,7 @@ def bench(
     heldout: Sequence[Sequence[int]] = (),
     advance: Callable[..., object] = lambda **_: None,
 ) -> dict[str, Any]:
-    """Measure ``drafter`` against plain ``generate`` and the null drafter; return the report.
+    """Measure ``drafter`` against plain ``generate`` and the null drafter; return the report. Sets torch's threads.
 
     ``heldout``: rows of held-out text, of equal length, for the trunk's loss. ``advance(tokens=n)`` is called after
     each timed run, and after each prompt whose steps were taken apart.
@@ -139,6 +137,7 @@ def bench(
         UserError: as :func:`check_task`.
     """
     check_task(trunk, prompts, options)
+    _set_threads(trunk, prompts[0], options.threads)
     tokens = options.max_new_tokens
     drafters: dict[str, Drafter] = {NULL: NullDrafter(), drafter.name: drafter}
     contenders = {REFERENCE: plain_generate(trunk)} | {name: our_loop(trunk, each) for name, each in drafters.items()}

@@ -12,6 +12,7 @@ import torch
 
 from medusa.checkpoint import MANIFEST, load_heads, load_tree
 from medusa.decoding import Request, Step, decode
+from medusa.dialects import is_published, load_published, published_tree
 from medusa.drafters.base import Drafter
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.none import NullDrafter
@@ -91,7 +92,7 @@ class Engine:
         revision: str | None = None,
         check: bool = True,
     ) -> Engine:
-        """Load a folder made by ``medusa train``, or a hub repository that holds one.
+        """Load a folder made by ``medusa train``, heads as the reference publishes them, or a hub repository of either.
 
         ``drafter``: "auto" for the folder's own heads and tree, "none" to decode without drafts; a plain trunk loads
         only with "none". ``dtype`` and ``device`` are the trunk's ("auto": its own, and a GPU where there is one);
@@ -103,7 +104,7 @@ class Engine:
         if drafter not in DRAFTERS:
             raise UserError(f"drafter={drafter!r}{nearest(drafter, DRAFTERS)}: choose from {', '.join(DRAFTERS)}")
         folder = find(str(source), revision)
-        if folder is not None and (folder / MANIFEST).is_file():
+        if folder is not None and ((folder / MANIFEST).is_file() or is_published(folder)):
             trunk = load_trunk(folder, dtype=dtype, device=device, check=check)
             return cls(trunk, None if drafter == "none" else _medusa(folder, trunk))
         if drafter != "none":
@@ -242,6 +243,9 @@ class _Tally:
 
 
 def _medusa(folder: Path, trunk: Trunk) -> MedusaDrafter:
+    if not (folder / MANIFEST).is_file():
+        heads = load_published(folder, trunk)
+        return MedusaDrafter(heads, published_tree(folder, heads.config))
     heads = load_heads(folder, trunk)
     return MedusaDrafter(heads, load_tree(folder, heads.config))
 

@@ -52,9 +52,8 @@ def calibration_settings(folder: Path, given: Mapping[str, Any]) -> dict[str, An
                 raise UserError(f"{path} has no {section}.{name}: give --{name}")
         numbers = value if name == "sizes" else [value]
         if not isinstance(numbers, list) or not numbers or any(type(n) is not int or n < least for n in numbers):
-            raise UserError(
-                f"{called}={value}: give {'whole numbers' if name == 'sizes' else 'one'} of at least {least}"
-            )
+            kind = "whole numbers" if name == "sizes" else "a whole number"
+            raise UserError(f"{called}={value}: give {kind} of at least {least}")
         settings[name] = value
     return settings
 

@@ -90,7 +90,8 @@ def notes(report: dict[str, Any]) -> list[str]:
     nulls_ms = report["contenders"]["none"]["decode_ms_per_token"]
     lines = [
         _verdict(report["identical"]),
-        f"Trunk: {trunk['family']}, {trunk['parameters'] / 1e6:.2f} M parameters, {trunk['dtype']}, held-out loss {loss}.",
+        f"Trunk: {trunk['family']}, {trunk['parameters'] / 1e6:.2f} M parameters, {trunk['dtype']},"
+        f" held-out loss {loss}.",
         f"Timed: {report['identical']['prompts']} held-out prompts of {options['prompt_length']} tokens, continued by"
         f" {options['max_new_tokens']}, {options['repeats']} times each, contenders in turns."
         f" Repeated 4-grams in the text: {report['repeated_4grams']:.1%}.",
@@ -169,8 +170,8 @@ def check_writable(folder: Path, way_out: str) -> None:
     Raises:
         UserError: they can't; ``way_out`` is what to do then.
     """
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         with TemporaryFile(dir=there):
             pass
     except OSError as error:

@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 
 from medusa.checkpoint import MANIFEST, TREE, WEIGHTS, read_manifest, trunk_source
+from medusa.dialects import PUBLISHED, has_heads_inside, is_published, published_trunk
 from medusa.errors import UserError, nearest, reason
 from medusa.trunk import Trunk
 
-PATTERNS = [MANIFEST, WEIGHTS, TREE, "trunk/*", "*.md"]  # of a hub repository: the engine, not its logs and plots
+# Of a hub repository: the engine, not its logs and plots.
+PATTERNS = [MANIFEST, WEIGHTS, TREE, "trunk/*", "*.md", *PUBLISHED]
 REASON = 160  # characters of what the hub says: its first sentence or two
 
 
@@ -34,22 +36,26 @@ def find(source: str, revision: str | None) -> Path | None:
 
     try:
         found = Path(snapshot_download(source, revision=revision, allow_patterns=PATTERNS))
+        if has_heads_inside(found):
+            found = Path(snapshot_download(source, revision=revision, allow_patterns=["*"]))
     except (OSError, ValueError) as error:  # the hub's errors are of these kinds
         why = textwrap.shorten(reason(error), REASON)
         raise UserError(
             f"no folder {source} here (make it with `medusa train`), and not from the hub: {why}"
         ) from error
-    return found if (found / MANIFEST).is_file() else None
+    return found if (found / MANIFEST).is_file() or is_published(found) else None
 
 
 def load_trunk(
     folder: Path,
     *,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "auto",
+    dtype: str | torch.dtype,
+    device: str | torch.device,
     check: bool = True,
 ) -> Trunk:
     """The trunk that the checkpoint in ``folder`` belongs to. Raises UserError if it is no checkpoint."""
+    if not (folder / MANIFEST).is_file() and is_published(folder):
+        return Trunk.load(published_trunk(folder), dtype=dtype, device=device, check=check)
     manifest = read_manifest(folder)
     name, revision = trunk_source(folder, manifest), manifest.revision
     return Trunk.load(name, dtype=dtype, device=device, revision=revision, check=check)

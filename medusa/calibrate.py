@@ -30,6 +30,7 @@ from medusa.trunk import Trunk
 
 Progress = Callable[[int, int], None]  # done, total
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+NEVER = 1 << 40  # the rank of a token that is not drafted
 ROUNDS = 40  # times each tree is measured: medians over fewer jump
 GOOD_ENOUGH = 0.98  # a smaller tree this close to the fastest is taken: timings are no better than that
 
@@ -78,7 +79,8 @@ def head_ranks(heads: MedusaHeads, held: Continuations) -> list[Tensor]:
     """Per row int64 [T, K]: where the true token stands in each head's list, 0 for the most likely.
 
     Row t drafts from the t-th state that a step could start at: the last of the prompt, then those of the
-    continuation, up to the one that has a token left to emit after its root. -1 where the text has ended.
+    continuation, up to the one that has a token left to emit after its root. -1 where the text has ended, ``NEVER``
+    for a token that only pads the vocabulary: none is drafted.
     """
     ranks = []
     for ids, start, hidden_TD in zip(held.ids, held.starts, held.hidden, strict=True):
@@ -92,10 +94,11 @@ def head_ranks(heads: MedusaHeads, held: Continuations) -> list[Tensor]:
             context = heads.context(head, embedded_TE[states[:, None] + reads]) if len(reads) else None
             features = heads.features(head, hidden_TD[states], context)
             logits = heads.logits(head, features)
-            true = logits.gather(1, text[states + 2 + head][:, None])
-            # counted from below, so that a NaN is never a hit; rows that only pad the vocabulary are not drafted
-            behind = (heads.draftable(logits) < true).sum(1)
-            row[: len(states), head] = (heads.trunk.draftable - 1 - behind).clamp(min=0).cpu()
+            answer = text[states + 2 + head]
+            true = logits.gather(1, answer[:, None])
+            # counted from below, so that a NaN is never a hit
+            rank = heads.trunk.draftable - 1 - (heads.draftable(logits) < true).sum(1)
+            row[: len(states), head] = torch.where(answer < heads.trunk.draftable, rank, NEVER).cpu()
         ranks.append(row)
     return ranks
 
@@ -118,7 +121,7 @@ def growth(ranks: Sequence[Tensor], size: int) -> list[tuple[int, ...]]:
     counts: Counter[tuple[int, ...]] = Counter()
     for row in ranks:
         for line in row.tolist():
-            known = line.index(-1) if -1 in line else len(line)
+            known = next((depth for depth, rank in enumerate(line) if rank in (-1, NEVER)), len(line))
             counts.update(tuple(line[:depth]) for depth in range(1, known + 1))
     order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     return order[: size - 1]
@@ -199,7 +202,7 @@ def step_costs(
     decoders = [_fresh(heads, topology, prompts) for topology in topologies]
     for turn in range(rounds):
         for index, topology in enumerate(topologies):
-            if len(decoders[index].live) < len(prompts):
+            if min(decoders[index].left) <= topology.depth:  # a row with less room is served a smaller tree
                 decoders[index] = _fresh(heads, topology, prompts)
             decoder = decoders[index]
             with torch.inference_mode():
@@ -215,6 +218,11 @@ def _fresh(heads: MedusaHeads, topology: Topology, prompts: Sequence[Sequence[in
     requests = [Request(prompt, 256) for prompt in prompts]
     decoder = Decoder(heads.trunk, MedusaDrafter(heads, topology), requests)
     decoder.prefill()
+    if min(decoder.left) <= topology.depth:
+        raise UserError(
+            f"a prompt of {max(map(len, prompts))} tokens leaves room for {min(decoder.left)}, too few for a tree"
+            f" {topology.depth} deep: take shorter prompts"
+        )
     return decoder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ from medusa.errors import UserError
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a file beside ``path``, then put it in place: never half a file is seen."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+    temporary.touch(exist_ok=False)  # by the user's own umask, unlike tempfile's private files
     try:
-        write(Path(temporary))
-        os.chmod(temporary, 0o644)  # mkstemp made it private
+        write(temporary)
         os.replace(temporary, path)
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -42,6 +42,7 @@ LAYERS: list[tuple[str, list[str]]] = [
             "medusa.files",
             "medusa.machine",
             "medusa.progress",
+            "medusa.weights",
         ],
     ),
     ("L0", ["medusa.accept", "medusa.mask", "medusa.sampling", "medusa.tree"]),
@@ -50,6 +51,7 @@ LAYERS: list[tuple[str, list[str]]] = [
         [
             "medusa.cache",
             "medusa.checkpoint",
+            "medusa.dialects",
             "medusa.family",
             "medusa.fingerprint",
             "medusa.heads",
@@ -72,6 +74,7 @@ SIDEWAYS = {
     "medusa.accept": ["medusa.sampling", "medusa.tree"],
     "medusa.calibrate": ["medusa.decoding"],
     "medusa.checkpoint": ["medusa.fingerprint", "medusa.heads", "medusa.trunk"],
+    "medusa.dialects": ["medusa.checkpoint", "medusa.heads", "medusa.trunk"],
     "medusa.drafters": ["medusa.drafters.base"],
     "medusa.mask": ["medusa.tree"],
     "medusa.heads": ["medusa.selfcheck", "medusa.trunk"],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ from medusa.data.tokenizers import char_tokenizer
 from medusa.files import read_json, write_json
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.infer import Engine
+from medusa.infer.prompts import heldout_prompts
 from medusa.machine import describe
+from medusa.progress import Advance
 from medusa.testing import tiny_trunk
 from medusa.tree import Topology
 from medusa.trunk import Trunk
@@ -32,8 +36,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     char_tokenizer(ALPHABET).save_pretrained(folder / "trunk")
     save_heads(folder, MedusaHeads(HeadsConfig("medusa", num=2), Trunk.load(folder / "trunk")), str(folder / "trunk"))
     save_tree(folder, Topology.from_paths([[0], [1], [0, 0]]))
-    (folder / "text.txt").write_text(ALPHABET * 20)
-    config = {"run": str(folder), "data": {"source": str(folder / "text.txt"), "tokenizer": "char"}}
+    (folder / "text.txt").write_text("".join(random.Random(0).choices(ALPHABET, k=1500)))
+    config = {
+        "run": str(folder),
+        "data": {"source": str(folder / "text.txt"), "tokenizer": "char"},
+        "evaluation": {"prompts": 4, "prompt_tokens": 10, "tokens": 12},
+        "calibration": {"sizes": [1, 2, 6], "rounds": 1},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
 
@@ -58,6 +67,35 @@ def test_prints_the_text_and_one_line_of_figures(checkpoint: Path, medusa: Run) 
     (line,) = err.splitlines()
     assert line.startswith("25 tokens in ")
     assert f"{expected.steps} steps, {expected.tokens_per_step:.2f} tokens per step" in line
+
+
+def test_a_prompt_that_looks_like_options_arrives_unchanged(checkpoint: Path, medusa: Run) -> None:
+    prompt = "--What, ho-la my-lord"
+    for argv in (["--prompt", prompt], [f"--prompt={prompt}"], ["--prompt=--x-y"]):
+        code, out, err = medusa("generate", checkpoint, *argv, "--max-new-tokens=2")
+        assert code == 0, err
+        assert out.startswith(argv[-1].removeprefix("--prompt="))
+
+
+def test_the_seed_of_a_sampled_text_is_told(checkpoint: Path, medusa: Run) -> None:
+    argv = ("generate", checkpoint, "--prompt", "O", "--max-new-tokens", 20)
+    _, out, err = medusa(*argv, "--temperature", 1)
+    seed = int(err.strip().rpartition(", seed ")[2])
+    assert medusa(*argv, "--temperature", 1, "--seed", seed)[1] == out
+    assert "seed" not in medusa(*argv, "--seed", 5)[2]
+    assert json.loads(medusa(*argv, "--temperature", 1, "--seed", 5, "--json")[1])["seed"] == 5
+
+
+def test_a_run_that_was_not_made_and_a_trunk_without_heads(
+    checkpoint: Path, medusa: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = medusa("generate", "runs/x", "--prompt", "O")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("medusa: error: no folder runs/x here (make it with `medusa train`)")
+    code, _, err = medusa("generate", checkpoint / "trunk", "--prompt", "O")
+    assert (code, err.count("\n")) == (2, 1) and "--baseline" in err
+    assert medusa("generate", checkpoint / "trunk", "--prompt", "O", "--max-new-tokens=2", "--baseline")[0] == 0
 
 
 @pytest.mark.parametrize("more", [["--stream"], ["--baseline"], ["--stream", "--baseline"], ["--threads", "1"]])
@@ -94,13 +132,13 @@ def test_eos_ids_end_the_text(checkpoint: Path, medusa: Run) -> None:
     ("argv", "message"),
     [
         (["--prompt", "O", "--max-new-token", "5"], "did you mean max_new_tokens?"),
-        (["--prompt", "O", "--num-beams", "5"], "num_beams"),
+        (["--prompt", "O", "--num-beams", "5"], "unknown option 'num-beams'"),
         (["--prompt", "O", "--temperature", "-1"], "temperature=-1"),
         (["--prompt", "O", "--max-new-tokens", "many"], "max_new_tokens"),
         (["--prompt", "O", "--threads", "0"], "threads=0"),
         (["--prompt", "O", "--stream", "--json"], "give one of the two"),
         (["--prompt", "100%"], "character '1'"),
-        (["--prompt", "O" * 128], "context is 128"),
+        (["--prompt", "O" * 128], "may reach 128"),
         (["--prompt", "O", "--prompt-file", "x.txt"], "one of the two"),
         (["--prompt-file", "/nowhere/x.txt"], "/nowhere/x.txt"),
         ([], "give the prompt"),
@@ -124,7 +162,7 @@ def test_calibrate_saves_the_tree_it_chose(checkpoint: Path, medusa: Run, tmp_pa
     run = tmp_path / "run"
     shutil.copytree(checkpoint, run)
     (run / "tree.json").unlink()  # the tree there is not needed to choose another
-    sizes = {"--prompts": 4, "--prompt-length": 10, "--tokens": 12, "--rounds": 2, "--threads": 1}
+    sizes = {"--prompts": 4, "--prompt-tokens": 10, "--tokens": 12, "--rounds": 2, "--threads": 1}
     argv = [word for pair in sizes.items() for word in pair] + ["--sizes", 1, 3, 5]
     code, out, err = medusa("calibrate", run, *argv)
     assert code == 0, err
@@ -137,7 +175,14 @@ def test_calibrate_saves_the_tree_it_chose(checkpoint: Path, medusa: Run, tmp_pa
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(["--sizes", "0"], "sizes=[0]"), (["--tokens", "0"], "tokens=0"), (["--prompt-length", "5000"], "ask for fewer")],
+    [
+        (["--sizes", "0"], "sizes=[0]"),
+        (["--tokens", "0"], "tokens=0"),
+        (["--prompts", "1"], "prompts=1"),
+        (["--threads", "0"], "threads=0"),
+        (["--prompt-tokens", "5000"], "ask for fewer"),
+        (["--device", "nowhere"], "device='nowhere'"),
+    ],
 )
 def test_calibrate_refuses_in_one_line(checkpoint: Path, medusa: Run, argv: list[str], message: str) -> None:
     before = (checkpoint / "tree.json").read_bytes()
@@ -146,6 +191,65 @@ def test_calibrate_refuses_in_one_line(checkpoint: Path, medusa: Run, argv: list
     assert message in err
     assert (checkpoint / "tree.json").read_bytes() == before
     assert not (checkpoint / "calibration.json").exists()
+
+
+def test_calibrate_measures_as_the_recipe_says(
+    checkpoint: Path, medusa: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from medusa import calibrate
+
+    run = tmp_path / "run"
+    shutil.copytree(checkpoint, run)
+    found = {}
+
+    def continuations(trunk, prompts, tokens, progress):
+        found.update(prompts=prompts, tokens=tokens)
+        return original(trunk, prompts, tokens, progress=progress)
+
+    original = calibrate.continuations
+    monkeypatch.setattr(calibrate, "continuations", continuations)
+    bars: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def progress(total: int, label: str) -> Iterator[Advance]:
+        advance = Advance(total, lambda advance: None)
+        yield advance
+        bars.append((label, total, advance.done))
+
+    monkeypatch.setattr("medusa.progress.progress", progress)
+    code, _, err = medusa("calibrate", run, "--tokens", 9)
+    assert code == 0, err
+    assert found == {"prompts": heldout_prompts(run, 4, 10, "judging"), "tokens": 9}
+    rows = read_json(run / "calibration.json")["rows"]
+    assert [row["nodes"] for row in rows] == [1, 2, 6]
+    assert bars == [("held-out continuations", 4, 4), ("calibration", 1, 1)]
+
+
+def test_calibrate_and_bench_end_in_one_line_where_nothing_can_be_written(
+    checkpoint: Path, medusa: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(checkpoint, run)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("medusa.calibrate.recalibrate", refuse)
+    code, _, err = medusa("calibrate", run)
+    assert (code, err.count("\n")) == (2, 1) and "can't be written" in err and "Permission denied" in err
+    monkeypatch.setattr("medusa.infer.report.TemporaryFile", refuse)
+    monkeypatch.setattr("medusa.infer.source.load_trunk", lambda *args, **options: pytest.fail("loaded"))
+    for command in ("calibrate", "bench"):
+        code, _, err = medusa(command, run)
+        assert (code, err.count("\n")) == (2, 1) and "can't be written (Permission denied)" in err
+
+
+def test_bench_takes_dtype_and_device(checkpoint: Path, medusa: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict] = []
+    monkeypatch.setattr("medusa.infer.bench.run_bench", lambda *args, **options: asked.append(options) or 0)
+    assert medusa("bench", checkpoint, "--dtype", "float64", "--device", "cpu")[0] == 0
+    assert medusa("bench", checkpoint)[0] == 0
+    assert asked == [{"dtype": "float64", "device": "cpu"}, {"dtype": "auto", "device": "auto"}]
 
 
 def test_threads_are_those_of_the_calibration_on_such_a_machine(
@@ -170,7 +274,12 @@ def test_threads_are_those_of_the_calibration_on_such_a_machine(
 
 
 @pytest.mark.parametrize("command", ["generate", "calibrate", "bench"])
-def test_help_comes_from_the_signatures(command: str, medusa: Run) -> None:
+def test_help_comes_from_the_signatures(command: str, medusa: Run, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         medusa(command, "--help")
     assert end.value.code == 0
+    text = " ".join(capfd.readouterr().out.split())
+    assert "``" not in text and "None" not in text
+    assert text.count("joined by - or by _") == 1
+    assert "a GPU where there is one (type: str, default: auto)" in text
+    assert ("measured anew" in text) == (command == "calibrate")

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from medusa.checkpoint import save_heads, save_tree
+from medusa.data import tinyshakespeare
+from medusa.data.corpus import DataConfig
 from medusa.data.tokenizers import char_tokenizer
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.infer import bench as benchmark
-from medusa.infer.bench import (
-    BenchOptions,
-    accepted_by_depth,
-    bench,
-    heldout_loss,
-    identical,
-    repeated,
-    run_bench,
-    speedup,
-    summary,
-)
+from medusa.infer.bench import BenchOptions, bench, heldout_loss, identical, run_bench
 from medusa.infer.measure import Run, compare, dissect, our_loop, plain_generate
-from medusa.infer.report import markdown, print_report, tables, write_report
+from medusa.infer.report import check_writable, markdown, print_report, tables, write_report
+from medusa.infer.summary import accepted_by_depth, repeated, speedup, summary
 from medusa.testing import plain_greedy, recompute, tiny_trunk
+from medusa.train.config import EvaluationConfig
 from medusa.tree import Topology
 from medusa.trunk import Trunk
 
@@ -82,6 +79,25 @@ def test_more_tokens_than_the_context_holds_are_refused(trunk: Trunk) -> None:
         UserError, match=r"prompts of 4 tokens and max_new_tokens=125 exceed the trunk's context of 128"
     ):
         bench(trunk, NullDrafter(), PROMPTS, BenchOptions(max_new_tokens=125))
+
+
+@pytest.mark.parametrize("setting", [{"no_repeat_ngram_size": 2}, {"min_new_tokens": 3}, {"suppress_tokens": [1]}])
+def test_a_generation_config_that_our_loop_does_not_follow_is_refused_before_any_run(
+    setting: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trunk = small_trunk()
+    trunk.model.generation_config.update(**setting)
+    monkeypatch.setattr(benchmark, "compare", lambda *args: pytest.fail("measured"))
+    with pytest.raises(UserError, match=f"the trunk's generation_config sets {next(iter(setting))}="):
+        bench(trunk, NullDrafter(), PROMPTS, QUICK)
+
+
+def test_what_plain_generate_is_told_to_leave_out_is_no_hindrance() -> None:
+    trunk = small_trunk()
+    trunk.model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9, typical_p=0.5)
+    trunk.model.generation_config.update(repetition_penalty=1.3)
+    found = bench(trunk, MedusaDrafter(heads_of(trunk), TREE), PROMPTS, QUICK)
+    assert found["identical"]["equal"] == 2
 
 
 def test_contenders_take_turns_and_who_begins_rotates() -> None:
@@ -149,6 +165,14 @@ def test_the_interval_narrows_with_the_prompts() -> None:
         return found["high"] - found["low"]
 
     assert width(400) < width(16) / 2
+
+
+def test_progress_covers_the_timed_runs_and_the_dissection(trunk: Trunk) -> None:
+    calls: list[int] = []
+    prompts = [*PROMPTS, *PROMPTS, *PROMPTS]
+    options = BenchOptions(max_new_tokens=3, repeats=1, threads=1)
+    bench(trunk, MedusaDrafter(heads_of(trunk), TREE), prompts, options, advance=lambda tokens: calls.append(tokens))
+    assert calls == [3] * (3 * 6) + [2 * 3] * benchmark.DISSECTED
 
 
 def test_acceptance_by_depth_counts_steps() -> None:
@@ -288,7 +312,13 @@ def test_tables_and_markdown_hold_the_figures(report: dict) -> None:
     text = markdown(report)
     assert f"| {report['contenders']['medusa']['tokens_per_second']:.1f} |" in text
     assert "identical to generate: 2 of 2 prompts" in text
-    assert "Repeated 4-grams" in text and "held-out loss" in text
+    assert "Repeated 4-grams" in text
+    assert f"held-out loss {report['trunk']['heldout_loss']:.3f} nats per token." in text
+
+
+def test_a_loss_that_could_not_be_measured_is_said(report: dict) -> None:
+    unmeasured = report | {"trunk": report["trunk"] | {"heldout_loss": None}}
+    assert "float64, held-out loss not measured: text too short." in markdown(unmeasured)
 
 
 def test_a_tree_of_the_root_alone_is_reported_too(trunk: Trunk) -> None:
@@ -316,10 +346,29 @@ def test_the_report_is_written_whole(report: dict, tmp_path: Path, capsys: pytes
     assert "medusa, 7 nodes" in printed and str(folder) in printed.replace("\n", "")
 
 
+def test_a_report_that_cannot_be_written_is_one_line(report: dict, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"the report can't be written \(.*\): name another folder with --out"):
+        write_report(report, tmp_path, tmp_path / "file")
+
+
+def test_whether_a_folder_can_be_written_is_found_out_without_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "new" / "report", Path("relative/report")):
+        check_writable(folder, "way out")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "report"):
+        with pytest.raises(UserError, match=r"file.* can't be written \(Not a directory\): way out"):
+            check_writable(folder, "way out")
+
+
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """A run as training leaves it: trunk, heads, tree and the config that names the text."""
-    text = "".join(random.Random(0).choices("abc \n", k=4000))
+    text = "".join(random.Random(0).choices("abc \n", k=8000))
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     (tmp_path / "config.yaml").write_text(
         json.dumps({"data": {"source": str(tmp_path / "text.txt")}}), encoding="utf-8"
@@ -348,3 +397,85 @@ def test_the_command_writes_its_report_and_answers_with_its_verdict(
     monkeypatch.setattr(benchmark, "identical", wrong)
     assert run_bench(str(run_folder), options, out=str(run_folder / "elsewhere")) == 1
     assert (run_folder / "elsewhere" / "report.md").is_file()  # written although it fails
+
+
+def test_the_command_looks_before_it_measures(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "bench", lambda *args, **options: pytest.fail("measured"))
+    (run_folder / "report").write_text("a file where the folder belongs")
+    with pytest.raises(UserError, match=r"report can't be written \(Not a directory\): name another folder with --out"):
+        run_bench(str(run_folder), QUICK)
+    with pytest.raises(UserError, match="device='nowhere'"):
+        run_bench(str(run_folder), QUICK, str(run_folder / "elsewhere"), device="nowhere")
+
+
+def test_the_command_takes_a_dtype_and_says_when_the_text_is_too_short_for_a_loss(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals: list[int] = []
+    monkeypatch.setattr("medusa.progress.progress", lambda total, label: totals.append(total) or nullcontext(advance))
+    done: list[int] = []
+
+    def advance(steps: int = 1, *, tokens: int = 0) -> None:
+        done.append(steps)
+
+    options = BenchOptions(prompts=5, prompt_length=4, max_new_tokens=4, repeats=2, threads=1)
+    monkeypatch.setattr(benchmark, "LOSS_ROWS", (1000, 256))
+    assert run_bench(str(run_folder), options, dtype="float64") == 0
+    assert "float64, held-out loss not measured: text too short." in " ".join(capsys.readouterr().out.split())
+    assert totals == [sum(done)]
+
+
+@pytest.fixture
+def heads_script() -> types.ModuleType:
+    """The script benchmarks/heads.py."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "heads.py"
+    spec = importlib.util.spec_from_file_location("heads_script", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_heads_are_compared_at_their_best_rates(
+    heads_script: types.ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bests = {0.1: 1.5, 0.2: 2.5, 0.3: 2.0}  # the rate in the middle, though its loss is the highest
+    given: list[tuple] = []
+
+    def train(config, fresh):
+        given.append((config.heads.num, fresh))
+        rate, loss = config.heads_training.lr, [bests[config.heads_training.lr]] * config.heads.num
+        events = [{"step": 5, "head_loss": loss}, {"step": 7, "heldout_top1": loss, "tokens_per_step": bests[rate]}]
+        (tmp_path / "log").mkdir(exist_ok=True)
+        (tmp_path / "log" / "train_log.jsonl").write_text("\n".join(json.dumps(event) for event in events))
+        return types.SimpleNamespace(
+            folder=tmp_path / "log", result=lambda stage: {"parameters": 9, "tokens_per_step": bests[rate]}
+        )
+
+    monkeypatch.setattr(heads_script, "train", train)
+    drawn: list[dict] = []
+    draw = heads_script.draw
+    monkeypatch.setattr(heads_script, "draw", lambda best, path: drawn.extend(best) or draw(best, path))
+    heads_script.main(["--out", str(tmp_path), "--num", "1", "--fresh", "--rates", "0.1", "0.2", "0.3"])
+    assert given == [(1, "heads")] * 9
+    assert [(row["kind"], row["lr"]) for row in drawn] == [("medusa", 0.2), ("root", 0.2), ("hydra", 0.2)]
+    assert drawn[0]["tokens"] == [7 * 8 * 256]  # steps of 8 rows of 256 tokens
+    out = capsys.readouterr().out
+    assert out.startswith("* best rate by held-out tokens per step, with a tree of 16 nodes")
+    assert [line[:2] for line in out.splitlines()[2:]] == ["  ", "* ", "  "] * 3
+    assert (tmp_path / "heads.png").is_file()
+    assert len(json.loads((tmp_path / "heads.json").read_text())["rows"]) == 9
+
+
+def test_the_script_of_heads_trains(
+    heads_script: types.ModuleType, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tinyshakespeare, "obtain", lambda **_: run_folder / "text.txt")
+    monkeypatch.setattr(heads_script, "KINDS", ("root",))
+    monkeypatch.setattr(heads_script, "DataConfig", lambda **given: DataConfig(**given | {"block": 16}))
+    monkeypatch.setattr(heads_script, "EvaluationConfig", lambda **_: EvaluationConfig(4, 4, 8, 8, 3))
+    argv = ["--trunk", str(run_folder / "trunk"), "--out", str(tmp_path / "heads"), "--steps", "2", "--num", "1"]
+    heads_script.main([*argv, "--rates", "0.01"])
+    (row,) = json.loads((tmp_path / "heads" / "heads.json").read_text())["rows"]
+    assert (row["nodes"], row["tokens"][-1], len(row["loss"])) == (3, 2 * 8 * 16, 1)
+    assert row["best"] == max(row["tokens_per_step"])

@@ -9,6 +9,8 @@ import pytest
 from medusa import __main__ as cli
 from medusa.cli import explain, new_parser, parse, underscored
 from medusa.errors import UserError
+from medusa.train import TrainConfig  # first of all: transformers' Trainer says something when it is imported
+from medusa.train.cli import read_config
 
 RECIPE = "run: runs/x\ndata:\n  source: text.txt\n  tokenizer: char\ntrunk:\n  new:\n    layers: 1\n"
 
@@ -40,6 +42,11 @@ WRONG = [
     (["nested.yaml"], "unknown option 'trunk.new.hiden' (did you mean trunk.new.hidden?)"),
     (["broken.yaml"], "roblem"),
     (["list.yaml"], "nexpected config"),
+    (["latin.yaml"], "medusa train: latin.yaml can't be read ('utf-8' codec can't decode byte 0xe9"),
+    (["recipe.yaml", "--data=latin.yaml"], "latin.yaml can't be read"),
+    (["recipe.yaml", "--heads-training.step", "4"], "(did you mean heads_training.steps?)"),
+    (["recipe.yaml", "--kv-heads", "4"], "unknown option 'kv-heads' (did you mean trunk.new.kv_heads?)"),
+    (["recipe.yaml", "--trunk.new.kv-heads", "x"], "trunk.new.kv_heads=x is not valid: give int"),
     (["recipe.yaml"], "text.txt can't be read (No such file or directory)"),
 ]
 
@@ -57,6 +64,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     for name, content in files.items():
         (tmp_path / name).write_text(content)
+    (tmp_path / "latin.yaml").write_bytes(RECIPE.encode() + b"# caf\xe9\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -69,6 +77,14 @@ def test_wrong_input(argv: list[str], message: str, workplace: Path, capsys: pyt
     assert out == "" and err.startswith("medusa: error: ") and err.count("\n") == 1
     assert message in err
     assert sorted(workplace.rglob("*")) == before
+
+
+def test_every_key_of_a_recipe_is_an_option_in_either_spelling() -> None:
+    config, _ = read_config(
+        ["--run=x", "--data.tokenizer=char", "--trunk.new.kv-heads=2", "--heads-training.eval-every", "7"]
+    )
+    assert isinstance(config, TrainConfig)
+    assert (config.trunk.new.kv_heads, config.heads_training.eval_every) == (2, 7)
 
 
 def test_help_shows_every_group(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,11 +106,37 @@ def test_help_shows_every_group(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_names_may_be_joined_by_either_sign() -> None:
-    assert underscored("--max-new-tokens=a-b") == "--max_new_tokens=a-b"
-    assert underscored("a-b") == "a-b"
     parser = new_parser("x", "y")
     parser.add_argument("--max_new_tokens", type=int)
     assert parse(parser, ["--max-new-tokens", "3"]).max_new_tokens == 3
+    assert parse(parser, ["--max_new_tokens=3"]).max_new_tokens == 3
+    assert "joined by - or by _" in parser.format_help()
+
+
+def test_only_names_of_options_are_rewritten() -> None:
+    known = {"max_new_tokens", "prompt"}
+    assert underscored("--max-new-tokens=a-b", known) == "--max_new_tokens=a-b"
+    for value in ("a-b", "-a-b", "--What, ho-la my-lord", "--prompt=--x-y", "max-new-tokens", "--no-such=a-b"):
+        assert underscored(value, known) == value
+
+
+@pytest.mark.parametrize("argv", [["--prompt", "--What, ho-la my-lord"], ["--prompt=--What, ho-la my-lord"]])
+def test_a_value_arrives_as_it_was_typed(argv: list[str]) -> None:
+    parser = new_parser("x", "y")
+    parser.add_argument("--prompt", type=str)
+    assert parse(parser, argv).prompt == "--What, ho-la my-lord"
+    assert parse(parser, ["--prompt=--x-y"]).prompt == "--x-y"
+
+
+def test_a_file_that_cannot_be_read_is_one_line() -> None:
+    parser = new_parser("x", "y")
+
+    def refuse(argv: list[str]) -> None:
+        raise PermissionError(13, "Permission denied", "secret.yaml")
+
+    parser.parse_args = refuse
+    with pytest.raises(UserError, match=r"a configuration file can't be read \(.*Permission denied: 'secret.yaml'\)"):
+        parse(parser, [])
 
 
 def test_abbreviations_are_not_taken() -> None:

@@ -289,7 +289,8 @@ def test_command_copies_as_a_whole(fake_corpus: Path, tmp_path: Path) -> None:
     [
         (["tinyshakespear"], r"no data set 'tinyshakespear' \(did you mean tinyshakespeare\?\)"),
         ([], "medusa data: .*required"),
-        (["tinyshakespeare", "--ouut", "x"], "medusa data: .*--ouut"),
+        (["tinyshakespeare", "--ouut", "x"], r"medusa data: unknown option 'ouut' \(did you mean out\?\)"),
+        (["tinyshakespeare", "--sourc", "x"], r"unknown option 'sourc' \(did you mean sources\?\)"),  # no abbreviations
         (["tinyshakespeare", "--sources", "web,cach"], r"'cach'.*did you mean cache\?"),
     ],
 )

