@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from medusa.progress import Advance, progress
 from .config import HeadsTraining, Training
 from .loss import HeadLoss, multi_head_loss, weights
 from .optim import make_optimizer, rate
+
+USUAL_STEPS = 20  # whose median is the usual duration of a step
+FAR_TOO_LONG = 5  # times that: what one thread loses against two is less than half
 
 Evaluate = Callable[[int], dict[str, Any]]  # steps done -> figures
 Write = Callable[[int, dict[str, Any]], None]  # step, figures
@@ -191,6 +195,7 @@ class Watch(TrainerCallback):
     evaluate: Evaluate
     write: Write
     advance: Advance
+    pace: Pace
 
     def __post_init__(self) -> None:
         self.seconds, self.steps, self.started = 0.0, 0, 0.0
@@ -205,8 +210,12 @@ class Watch(TrainerCallback):
         Raises:
             UserError: the weights are no longer finite.
         """
-        self.seconds += time.perf_counter() - self.started
+        taken = time.perf_counter() - self.started
+        self.seconds += taken
         self.steps += 1
+        if self.pace.is_lost(taken):
+            torch.set_num_threads(1)
+            self.write(state.global_step, {"threads": 1})
         shown: dict[str, Any] = {}
         if state.global_step % self.training.eval_every == 0 or state.global_step == self.training.steps:
             self.check(state.global_step)
@@ -232,11 +241,33 @@ class Watch(TrainerCallback):
         self.write(step, figures | {"tokens_per_second": round(speed, 1)})
 
 
-def follow(trainer: StageTrainer, name: str, evaluate: Evaluate, write: Write) -> None:
-    """Train to the end, with progress, evaluation and log."""
+class Pace:
+    """Notices that a machine has become busy: several threads then wait for each other, tens of times slower than one.
+
+    ``watched``: whether the number of threads is ours to change.
+    """
+
+    def __init__(self, watched: bool) -> None:
+        self.watched = watched
+        self.usual: list[float] = []
+        self.slow = 0
+
+    def is_lost(self, seconds: float) -> bool:
+        """Whether, after a step of ``seconds``, one thread should take over: three steps in a row took far too long."""
+        if not self.watched or torch.get_num_threads() == 1:
+            return False
+        if len(self.usual) < USUAL_STEPS:
+            self.usual.append(seconds)
+            return False
+        self.slow = self.slow + 1 if seconds > FAR_TOO_LONG * median(self.usual) else 0
+        return self.slow == 3
+
+
+def follow(trainer: StageTrainer, name: str, evaluate: Evaluate, write: Write, auto_threads: bool = False) -> None:
+    """Train to the end, with progress, evaluation and log; ``auto_threads``: fall back to one when that is faster."""
     training = trainer.training
     tokens = training.batch * trainer.train_dataset.block
     with progress(training.steps, name) as advance:
-        trainer.watch = Watch(training, trainer.model, tokens, evaluate, write, advance)
+        trainer.watch = Watch(training, trainer.model, tokens, evaluate, write, advance, Pace(auto_threads))
         trainer.add_callback(trainer.watch)
         trainer.train()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ class Job:
     def run(self, stage: str, trainer: StageTrainer, evaluate: Callable[[int], dict[str, Any]]) -> None:
         """Train a stage to its end."""
         self.set_threads(trainer.try_step)
-        follow(trainer, stage, evaluate, lambda step, figures: self.log.write(stage, step, figures))
+        write = partial(self.log.write, stage)
+        follow(trainer, stage, evaluate, write, auto_threads=self.config.threads == "auto")
 
     def held(self, trunk: Trunk) -> Continuations:
         """The trunk's own greedy continuations of held-out prompts, made once: heads and trees are judged by them."""

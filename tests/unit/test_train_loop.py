@@ -14,7 +14,7 @@ from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.testing import tiny_trunk
 from medusa.train.config import HeadsTraining, Training
 from medusa.train.heldout import HeadsEvaluation, text_loss
-from medusa.train.loop import HeadsObjective, HeadsTrainer, TrunkTrainer, follow, next_token_loss, positions_of
+from medusa.train.loop import HeadsObjective, HeadsTrainer, Pace, TrunkTrainer, follow, next_token_loss, positions_of
 from medusa.trunk import Trunk
 
 CPU = torch.device("cpu")
@@ -168,3 +168,15 @@ def test_the_best_heads_are_kept_not_the_last(monkeypatch: pytest.MonkeyPatch) -
     assert evaluation.tokens_per_step == max(found) and evaluation.step == found.index(max(found)) < 2
     evaluation.restore_best()
     assert heads.value == evaluation.step
+
+
+def test_a_busy_machine_is_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    pace = Pace(watched=True)
+    assert not any(pace.is_lost(1.0) for _ in range(20))
+    assert [pace.is_lost(seconds) for seconds in (6.0, 6.0, 4.0, 6.0, 6.0, 6.0)] == [False] * 5 + [True]
+    fixed = Pace(watched=False)
+    assert not any(fixed.is_lost(1.0) for _ in range(20)) and not any(fixed.is_lost(99.0) for _ in range(9))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    alone = Pace(watched=True)
+    assert not any(alone.is_lost(1.0) for _ in range(20)) and not any(alone.is_lost(99.0) for _ in range(9))
