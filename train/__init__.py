@@ -15,6 +15,10 @@ def __getattr__(name: str) -> object:
     # Late, so that `medusa train --help` does not wait for the Trainer.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import config, stages
+    if name == "TrainConfig":
+        from .config import TrainConfig
 
-    return config.TrainConfig if name == "TrainConfig" else stages.train
+        return TrainConfig
+    from .stages import train
+
+    return train

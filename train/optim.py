@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from medusa.errors import UserError
-
 from .config import Training
 
 BETAS = (0.9, 0.95)  # second moments forget faster than by default, as is usual for language models
@@ -63,8 +61,6 @@ def make_optimizer(module: nn.Module, vocabulary: Iterable[Tensor], training: Tr
     if training.optimizer == "adamw":
         groups = [group for group in (decayed, plain) if group["params"]]
         return AdamW(groups, lr=training.lr, betas=BETAS)
-    if not hasattr(torch.optim, "Muon"):
-        raise UserError(f"optimizer='muon' needs torch 2.9 or newer, this is {torch.__version__}: use adamw")
     parts: list[Optimizer] = []
     if inside:
         parts.append(torch.optim.Muon([decayed], lr=training.muon_lr))

@@ -9,7 +9,7 @@ import pytest
 from medusa import __main__ as cli
 from medusa.cli import explain, new_parser, parse, underscored
 from medusa.errors import UserError
-from medusa.train import TrainConfig  # first of all: transformers' Trainer says something when it is imported
+from medusa.train import TrainConfig, stages  # noqa: F401 - first of all: transformers' Trainer speaks when imported
 from medusa.train.cli import read_config
 
 RECIPE = "run: runs/x\ndata:\n  source: text.txt\n  tokenizer: char\ntrunk:\n  new:\n    layers: 1\n"
