@@ -17,8 +17,10 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     temporary.touch(exist_ok=False)  # by the user's own umask, unlike tempfile's private files
+    mode = temporary.stat().st_mode
     try:
         write(temporary)
+        temporary.chmod(mode)  # a writer may have put a file of its own there
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

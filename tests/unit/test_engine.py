@@ -361,7 +361,8 @@ def test_refuses_to_load(folder: Path, part: str, options: dict[str, Any], messa
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_that_is_neither_folder_nor_on_the_hub() -> None:
+def test_a_name_that_is_neither_folder_nor_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in ("nobody/nothing", "runs/x", "runs/x/y"):
         with pytest.raises(UserError) as caught:
             Engine.load(name)
