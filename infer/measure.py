@@ -21,6 +21,7 @@ from medusa.cache import SlotCache
 from medusa.decoding import Decoder, Request
 from medusa.drafters.base import Drafter, DraftSession
 from medusa.machine import seconds
+from medusa.sampling import Chance
 from medusa.tree import DraftTree
 from medusa.trunk import Trunk, TrunkOutput
 
@@ -266,9 +267,9 @@ class _WatchedSession:
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
         self.session.start(prompts, hidden_BD, output)
 
-    def propose(self, root_B: Tensor, room: int) -> DraftTree:
+    def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
         trees: list[DraftTree] = []
-        self.seconds = seconds(lambda: trees.append(self.session.propose(root_B, room)))
+        self.seconds = seconds(lambda: trees.append(self.session.propose(root_B, room, chance)))
         return trees[0]
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:

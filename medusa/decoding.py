@@ -6,15 +6,16 @@ Dimensions: B batch, N nodes, A accepted nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from medusa.accept import AcceptRule, DeterministicRule
 from medusa.drafters.base import Drafter
 from medusa.errors import UserError
-from medusa.sampling import Draws, HashDraws, Laws, SamplingParams
+from medusa.rules import RecursiveRule
+from medusa.sampling import Chance, Draws, HashDraws, Laws, SamplingParams
+from medusa.tree import DraftTree
 from medusa.trunk import Trunk
 
 
@@ -52,6 +53,9 @@ class Step:
 class Decoder:
     """A batch under way. Rows are slots: a finished row goes quiet, and leaves when half of the batch has finished.
 
+    Without a ``rule``, trees with children drawn at random are accepted by the recursive one, others by the
+    deterministic one: both are lossless.
+
     Raises:
         UserError: an empty prompt, an id outside the vocabulary, a prompt that fills the context, or no tokens asked.
     """
@@ -66,7 +70,7 @@ class Decoder:
     ) -> None:
         self.trunk = trunk
         self.requests = list(requests)
-        self.rule = rule or DeterministicRule()
+        self.rule = rule
         self.draws = draws or HashDraws()
         self.session = drafter.open(trunk)
         if len({trunk.horizon(len(request.ids)) for request in self.requests}) > 1:
@@ -88,18 +92,21 @@ class Decoder:
         self.cache = self.trunk.new_cache(len(lengths))
         logits_BV, hidden_BD, output = self.trunk.prefill(ids_BT.to(self.trunk.device), lengths, self.cache)
         self.session.start([request.ids for request in self.requests], hidden_BD, output)
-        laws = self._laws(logits_BV[:, None], lengths, logits_BV.new_zeros(1, 1, dtype=torch.long))
-        self.root_B = laws.choice_BN[:, 0]
+        depths = torch.zeros(1, 1, dtype=torch.long, device=logits_BV.device)
+        chance = Chance(self.sampling, lengths, self.draws, logits_BV.device)
+        self.root_B = Laws(logits_BV[:, None], depths, chance).choice_BN[:, 0]
         return self._emit([[token] for token in self.root_B.tolist()], nodes=0)
 
     @torch.inference_mode()
     def step(self) -> Step:
         """Propose, verify, accept, commit: one forward of the trunk."""
         room = max(self.left[row] for row in self.live) - 1
-        tree = self.session.propose(self.root_B, room)
-        verified = self.trunk.tree_forward(tree, self.cache)
         after = [length + 1 for length in self.cache.lengths]  # where the token after the root will stand
-        acceptance = self.rule(tree, self._laws(verified.logits, after, tree.shape.depths))
+        chance = Chance(self.sampling, after, self.draws, self.root_B.device)
+        tree = self._within_limits(self.session.propose(self.root_B, room, chance), chance)
+        verified = self.trunk.tree_forward(tree, self.cache)
+        rule = self.rule or (DeterministicRule() if tree.sampled_BN is None else RecursiveRule())
+        acceptance = rule(tree, Laws(verified.logits, tree.shape.depths, chance))
         self.session.commit(tree, verified, acceptance)
         self.root_B = acceptance.next_token_B
         # the step's one transfer: the trees' tokens, the token after each accepted path, and the path
@@ -113,18 +120,12 @@ class Decoder:
         """End a row from outside, for a stop string or a client that left."""
         self.live.discard(row)
 
-    def _laws(self, logits_BNV: Tensor, after: list[int], depths: Tensor) -> Laws:
-        """Each node's law, with the uniforms of the position that follows it.
-
-        ``after[b]`` is the position that follows the row's root, ``depths`` [B|1, N] those of the nodes.
-        """
-
-        def uniform(purpose: int) -> Tensor:
-            seed_B = torch.tensor([params.seed for params in self.sampling], device=depths.device)
-            positions_BN = torch.tensor(after, device=depths.device)[:, None] + depths
-            return self.draws.uniform(seed_B, positions_BN, purpose).to(logits_BNV.device)
-
-        return Laws(logits_BNV, self.sampling, uniform)
+    def _within_limits(self, tree: DraftTree, chance: Chance) -> DraftTree:
+        """Nodes beyond a row's own limit become fillers: what it draws depends on no other row's room."""
+        if chance.greedy or len({self.left[row] for row in self.slots}) == 1:
+            return tree
+        room_B1 = torch.tensor([[self.left[row] - 1] for row in self.slots], device=tree.tokens_BN.device)
+        return replace(tree, valid_BN=tree.valid_BN & (tree.shape.depths <= room_B1))
 
     def _emit(self, tokens: list[list[int]], nodes: int) -> Step:
         """Cut each live row's new tokens at its limit and at the first EOS, and let finished rows go."""

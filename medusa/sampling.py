@@ -8,7 +8,7 @@ Dimensions: B batch, N nodes, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -62,6 +62,8 @@ def to_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # sums of half-precision laws are far off
     if all(greedy):
         return _one_hot(logits)
+    if len({(param.temperature, param.top_k, param.top_p, param.min_p) for param in params}) == 1:
+        return _soft(logits, params[0])
     laws = torch.empty_like(logits)
     for row, param in enumerate(params):
         laws[row] = _one_hot(logits[row]) if greedy[row] else _soft(logits[row], param)
@@ -87,16 +89,48 @@ def _soft(logits: Tensor, param: SamplingParams) -> Tensor:
     return logits.softmax(-1)
 
 
-class Draws(Protocol):
-    """Where randomness comes from: uniform numbers keyed by what they are for, never by the order of calls."""
+# What a random choice is for.
+TOKEN = 0  # the token that follows a position
+DRAFT = 1  # a child drawn by a drafter; the index is its place among the siblings drawn
+ACCEPT = 2  # whether a child is accepted; the index is its place among its siblings
 
-    def uniform(self, seed_B: Tensor, position_BN: Tensor, purpose: int) -> Tensor:
-        """Uniform numbers in [0, 1), float64 [B, N], for the row's seed, the token's position and the purpose."""
+
+@dataclass(frozen=True)
+class Key:
+    """What a random choice is for, which is all that it depends on.
+
+    ``seed_B`` int64 [B] is each row's seed, ``position_BN`` int64 [B, N] the position of the token that the choice
+    decides on, ``index`` tells apart the choices of one purpose at one position. Nodes of one tree that decide on one
+    position share their randomness: only one of them can lie on the accepted path, so that the text never sees a
+    choice twice, and it depends neither on how nodes are numbered nor on how deep a tree is trimmed.
+    """
+
+    seed_B: Tensor
+    position_BN: Tensor
+    purpose: int
+    index: int = 0
+
+
+class Draws(Protocol):
+    """Where randomness comes from: two kinds of choice, keyed by what they are for, never by the order of calls."""
+
+    def categorical(self, p_BNV: Tensor, key: Key) -> Tensor:
+        """One token per node, int64 [B, N], of laws that need not be normalised; never one of probability 0.
+
+        A law that is 0 throughout gives any token.
+        """
+        ...
+
+    def bernoulli(self, prob_BN: Tensor, key: Key) -> Tensor:
+        """True with the probability given, bool [B, N]: never at 0, always at 1."""
         ...
 
 
-TOKEN = 0  # purpose: the choice of the token that follows a position
 _GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64, as int64
+
+
+_MASK = (1 << 64) - 1
+FEW = 64  # up to so many numbers are computed one by one on the CPU
 
 
 class HashDraws:
@@ -105,10 +139,38 @@ class HashDraws:
     A row of a batch gets the same numbers as when it runs alone, which no stream of a ``torch.Generator`` can give.
     """
 
-    def uniform(self, seed_B: Tensor, position_BN: Tensor, purpose: int) -> Tensor:
-        state = _mix(seed_B.long()[:, None] * _GOLDEN + purpose)
-        bits = _mix(state + (position_BN.long() + 1) * _GOLDEN)
+    def categorical(self, p_BNV: Tensor, key: Key) -> Tensor:
+        """By inverting the cumulative law."""
+        return draw(p_BNV, self.uniform(key).to(p_BNV.device))
+
+    def bernoulli(self, prob_BN: Tensor, key: Key) -> Tensor:
+        """By a strict comparison: a uniform of 0 does not let probability 0 pass."""
+        return self.uniform(key).to(prob_BN.device) < prob_BN
+
+    def uniform(self, key: Key) -> Tensor:
+        """Uniform numbers in [0, 1), float64 [B, N]."""
+        if key.position_BN.numel() <= FEW and not key.position_BN.is_cuda:
+            return _few(key)
+        state = _mix(key.seed_B.long()[:, None] * _GOLDEN + (key.purpose + (key.index << 8)))
+        bits = _mix(state + (key.position_BN.long() + 1) * _GOLDEN)
         return ((bits >> 11) & ((1 << 53) - 1)).double() / (1 << 53)  # 53 bits fill a double's mantissa
+
+
+def _few(key: Key) -> Tensor:
+    """The same numbers in whole numbers of Python: thirty tensor operations cost more than a few of them."""
+    rows, purpose = [], key.purpose + (key.index << 8)
+    for seed, positions in zip(key.seed_B.tolist(), key.position_BN.tolist(), strict=True):
+        state = _mix_one(seed * _GOLDEN + purpose)
+        known = {position: _mix_one(state + (position + 1) * _GOLDEN) >> 11 for position in set(positions)}
+        rows.append([known[position] / (1 << 53) for position in positions])
+    return torch.tensor(rows, dtype=torch.float64, device=key.position_BN.device)
+
+
+def _mix_one(z: int) -> int:
+    z &= _MASK
+    z = (z ^ (z >> 30)) * _MIX_1 & _MASK
+    z = (z ^ (z >> 27)) * _MIX_2 & _MASK
+    return z ^ (z >> 31)
 
 
 def _mix(z: Tensor) -> Tensor:
@@ -129,7 +191,52 @@ def draw(probs_BNV: Tensor, uniform_BN: Tensor) -> Tensor:
     cumulative = probs_BNV.double().cumsum(-1)
     total = cumulative[..., -1:]
     target = torch.minimum(uniform_BN[..., None] * total, total.nextafter(torch.zeros_like(total)))  # < total
-    return (cumulative <= target).sum(-1)
+    return (cumulative <= target).sum(-1).clamp_(max=probs_BNV.shape[-1] - 1)  # the limit: a law of zeros
+
+
+class Chance:
+    """The random choices of one step of a batch.
+
+    Args:
+        params: how each row is sampled.
+        after: the position of the token that follows each row's root.
+        draws: where the choices come from.
+        device: where they are needed.
+    """
+
+    def __init__(
+        self, params: Sequence[SamplingParams], after: Sequence[int], draws: Draws, device: torch.device | str
+    ) -> None:
+        self.params = params
+        self.after = after
+        self.draws = draws
+        self.device = device
+        self.greedy = all(param.temperature == 0 for param in params)
+        self.some_greedy = any(param.temperature == 0 for param in params)
+
+    @cached_property
+    def greedy_B(self) -> Tensor:
+        """Bool [B]: the rows without any choice."""
+        return torch.tensor([param.temperature == 0 for param in self.params], device=self.device)
+
+    @cached_property
+    def _seed_B(self) -> Tensor:
+        return torch.tensor([param.seed for param in self.params], device=self.device)
+
+    @cached_property
+    def _after_B1(self) -> Tensor:
+        return torch.tensor(self.after, device=self.device)[:, None]
+
+    def categorical(self, p_BNV: Tensor, depth_BN: Tensor, purpose: int, index: int = 0) -> Tensor:
+        """One token per node, which follows a node of depth ``depth_BN`` [B|1, N]: int64 [B, N]."""
+        return self.draws.categorical(p_BNV, self._key(depth_BN, purpose, index))
+
+    def bernoulli(self, prob_BN: Tensor, depth_BN: Tensor, purpose: int, index: int = 0) -> Tensor:
+        """True with the probability given, about a token that follows a node of depth ``depth_BN``: bool [B, N]."""
+        return self.draws.bernoulli(prob_BN, self._key(depth_BN, purpose, index))
+
+    def _key(self, depth_BN: Tensor, purpose: int, index: int) -> Key:
+        return Key(self._seed_B, self._after_B1 + depth_BN, purpose, index)
 
 
 class Laws:
@@ -137,35 +244,33 @@ class Laws:
 
     Args:
         logits_BNV: the trunk's logits.
-        params: how each row is sampled.
-        uniform: gives the uniforms [B, N] of each node's position for a purpose; not asked while all rows are greedy.
+        depths: the nodes' depths, int64 [B|1, N].
+        chance: how each row is sampled, and the step's random choices.
     """
 
-    def __init__(
-        self, logits_BNV: Tensor, params: Sequence[SamplingParams], uniform: Callable[[int], Tensor] | None = None
-    ) -> None:
+    def __init__(self, logits_BNV: Tensor, depths: Tensor, chance: Chance) -> None:
         self._logits_BNV = logits_BNV
-        self._params = params
-        self.uniform = uniform
-        self.greedy = all(param.temperature == 0 for param in params)
+        self.depths = depths
+        self.chance = chance
 
     @classmethod
-    def given(cls, p_BNV: Tensor, uniform_BN: Tensor | None = None) -> Laws:
-        """Laws that are known, with one set of uniforms for every purpose; one-hot ones need none."""
-        laws = cls(p_BNV, [SamplingParams() if uniform_BN is None else SamplingParams(temperature=1.0)] * len(p_BNV))
-        laws.uniform = None if uniform_BN is None else lambda purpose: uniform_BN
+    def given(cls, p_BNV: Tensor, depths: Tensor | None = None, chance: Chance | None = None) -> Laws:
+        """Laws that are known; one-hot ones need no chance."""
+        rows, nodes = p_BNV.shape[:2]
+        chance = chance or Chance([SamplingParams()] * rows, [0] * rows, HashDraws(), p_BNV.device)
+        depths = p_BNV.new_zeros(1, nodes, dtype=torch.long) if depths is None else depths
+        laws = cls(p_BNV, depths, chance)
         laws.__dict__["p_BNV"] = p_BNV
         return laws
 
     @cached_property
     def p_BNV(self) -> Tensor:
         """Probabilities after temperature and filters, one-hot in greedy rows."""
-        return to_probs(self._logits_BNV, self._params)
+        return to_probs(self._logits_BNV, self.chance.params)
 
     @cached_property
     def choice_BN(self) -> Tensor:
         """The trunk's own token after each node: a draw of its law, int64 [B, N]."""
-        if self.greedy:
+        if self.chance.greedy:
             return self._logits_BNV.argmax(-1)
-        assert self.uniform is not None
-        return draw(self.p_BNV, self.uniform(TOKEN))
+        return self.chance.categorical(self.p_BNV, self.depths, TOKEN)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medusa.accept import Acceptance
 from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.sampling import Chance
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk, TrunkOutput
 
@@ -166,7 +167,7 @@ class ScriptedSession:
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
         """The script is all it needs."""
 
-    def propose(self, root_B: Tensor, room: int) -> DraftTree:
+    def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
         """A random tree per row, all of the same size; rows have different topologies."""
         parents, tokens, valid = [], [], []
         for row, root in enumerate(root_B.tolist()):

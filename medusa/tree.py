@@ -224,6 +224,27 @@ class Shape:
             return values_BN.index_select(1, self.parents[0])
         return values_BN.gather(1, self.parents)
 
+    @cached_property
+    def children(self) -> Tensor:
+        """Int64 [B|1, N, C]: each node's children in the order of their numbers, -1 beyond the last.
+
+        C, the most children of any node, is asked of the host: once per shape, and a static tree has one shape.
+        """
+        nodes = torch.arange(self.parents.shape[-1], device=self.parents.device).expand_as(self.parents)
+        below = torch.where(nodes > 0, self.parents, -1)
+        place = (below[..., None] == below[:, None, :]).tril(-1).sum(-1)  # elder siblings
+        most = int(place.amax()) + 1
+        children = nodes.new_full((nodes.shape[0], (nodes.shape[1] + 1) * most), -1)  # the first row takes the root
+        children.scatter_(1, (below + 1) * most + place, nodes)
+        return children.unflatten(1, (-1, most))[:, 1:]
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The most children of any node of each depth; asked of the host as ``children`` is."""
+        counts, depths = (self.children >= 0).sum(-1), self.depths.expand(self.children.shape[:2])
+        most = counts.new_zeros(self.levels).scatter_reduce(0, depths.flatten(), counts.flatten(), "amax")
+        return tuple(width for width in most.tolist() if width)
+
     def paths_to(self, last_B: Tensor) -> Tensor:
         """The way from the root to each row's node: int64 [B, A], -1 beyond it."""
         if self.paths.shape[0] == 1:
@@ -255,7 +276,8 @@ class DraftTree:
 
     ``tokens_BN`` int64, ``valid_BN`` bool: a node that is not valid is a filler: it cannot be accepted, whatever token
     stands there, and so neither can what hangs below it. ``sampled_BN`` marks children drawn at random; ``q_BNV`` then
-    is, per *parent*, the very law they were drawn from, in order. A child not marked sampled is deterministic.
+    is, per *parent*, the very law they were drawn from without replacement, in the order of their numbers. A child not
+    marked sampled is deterministic.
     """
 
     shape: Shape

@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from medusa.accept import Acceptance
+from medusa.sampling import Chance
 from medusa.tree import DraftTree
 from medusa.trunk import Trunk, TrunkOutput
 
@@ -24,8 +25,13 @@ class DraftSession(Protocol):
         """Take in the prompts and the trunk's output on them; ``hidden_BD`` is each row's last state."""
         ...
 
-    def propose(self, root_B: Tensor, room: int) -> DraftTree:
-        """Guess what follows ``root_B``, the tokens just chosen, at most ``room`` tokens deep (0: the root alone)."""
+    def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
+        """Guess what follows ``root_B``, the tokens just chosen, at most ``room`` tokens deep (0: the root alone).
+
+        ``chance`` says how each row is sampled and gives the random choices of this step; None, or a row at
+        temperature 0, is drafted without any. Whether a node exists, and is valid, may depend on laws but not on which
+        token was drawn.
+        """
         ...
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:

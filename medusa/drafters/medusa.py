@@ -5,15 +5,17 @@ Dimensions: B batch, D hidden, E embedding, K heads, N nodes, R ranks, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from medusa.accept import Acceptance
 from medusa.checkpoint import check_depth
+from medusa.drafters.children import Brood, Drafting, Picked, likeliest, pick, sampled_tree
 from medusa.errors import UserError
 from medusa.heads import MedusaHeads
+from medusa.sampling import Chance
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk, TrunkOutput
 
@@ -21,13 +23,13 @@ SMALL_TABLE = 1 << 22  # values of an embedding: 16 MiB in fp32
 
 
 class MedusaDrafter:
-    """Heads and the tree they fill.
+    """Heads, the tree they fill, and how they choose its tokens in rows that sample.
 
     Raises:
         UserError: the tree is deeper than there are heads, or takes a rank beyond the vocabulary.
     """
 
-    def __init__(self, heads: MedusaHeads, topology: Topology) -> None:
+    def __init__(self, heads: MedusaHeads, topology: Topology, drafting: Drafting | None = None) -> None:
         check_depth(topology, heads.config)
         if max(topology.ranks) >= heads.trunk.draftable:
             raise UserError(
@@ -36,6 +38,7 @@ class MedusaDrafter:
             )
         self.heads = heads
         self.topology = topology
+        self.drafting = drafting or Drafting()
         self.name = heads.config.kind
         self._table: Tensor | None = None
         if heads.trunk.embedding_values <= SMALL_TABLE:  # scaled once instead of at each use
@@ -53,20 +56,15 @@ class MedusaDrafter:
         return self.heads.embed(ids) if self._table is None else torch.nn.functional.embedding(ids, self._table)
 
 
-class _Level:
-    """The nodes of one depth: their parents that have children, and which candidate of its parent each node takes.
+class _Level(Brood):
+    """The nodes of one depth, with the way from the root to each of their parents.
 
     The topology is ordered by depth, so that a tree is the concatenation of its levels.
     """
 
     def __init__(self, topology: Topology, depth: int, device: torch.device) -> None:
-        nodes = [node for node in range(topology.size) if topology.depths[node] == depth]
-        ways = sorted({topology.parents[node] for node in nodes})
-        place = {parent: index for index, parent in enumerate(ways)}
-        self.ranks = max(topology.ranks[node] for node in nodes) + 1
-        self.choice_n = torch.tensor(
-            [place[topology.parents[node]] * self.ranks + topology.ranks[node] for node in nodes], device=device
-        )
+        ways = sorted({topology.parents[node] for node in range(topology.size) if topology.depths[node] == depth})
+        super().__init__(topology, ways, device)
         lineages = []
         for parent in ways:
             lineage = [parent]
@@ -81,12 +79,12 @@ class _Plan:
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self.shape = Shape.static(topology, device)
+        self.depth = topology.depth
         ordered, place = topology.by_depth()
         self.levels = [_Level(ordered, depth, device) for depth in range(1, topology.depth + 1)]
         self.place_N = None if ordered == topology else torch.tensor(place, device=device)
-        self.depth_n = torch.tensor([depth - 1 for depth in topology.depths[1:]], device=device)
-        self.rank_n = torch.tensor(topology.ranks[1:], device=device)
-        self.ranks = max(topology.ranks) + 1
+        if self.levels:
+            self.all = Brood(topology, sorted(set(topology.parents[1:])), device)
 
 
 class MedusaSession:
@@ -103,31 +101,50 @@ class MedusaSession:
         """Keep the last state of the prompts."""
         self.hidden_BD = hidden_BD
 
-    def propose(self, root_B: Tensor, room: int) -> DraftTree:
-        """Fill the tree, trimmed to ``room``, with the heads' candidates."""
+    def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
+        """Fill the tree, trimmed to ``room``, with the heads' candidates: drawn at random in rows that sample."""
         depth = min(room, self.topology.depth)
         if depth not in self._plans:
             self._plans[depth] = _Plan(self.topology.trim(depth), root_B.device)
-        plan = self._plans[depth]
-        tokens_BN = root_B[:, None]
-        if plan.levels:
-            fill = self._fill_by_level if self.heads.config.kind == "hydra" else self._fill_at_once
-            tokens_BN = fill(plan, tokens_BN)
+        plan, root_B1 = self._plans[depth], root_B[:, None]
+        at_once = self.heads.config.kind != "hydra"
+        place_N = None if at_once else plan.place_N
+        if plan.levels and chance is not None and self.drafter.drafting.draws(chance):
+            picks = self._draw_at_once(plan, root_B1, chance) if at_once else self._draw_by_level(plan, root_B1, chance)
+            return sampled_tree(plan.shape, root_B1, picks, self.heads.trunk.vocab_size, place_N)
+        tokens_BN = root_B1
+        if plan.levels and at_once:
+            tokens_BN = torch.cat([root_B1, likeliest(self._laws_at_once(plan, root_B1), plan.all)], 1)
+        elif plan.levels:
+            tokens_BN = self._fill_by_level(plan, root_B1, likeliest)
+        tokens_BN = tokens_BN if place_N is None else tokens_BN[:, place_N]
         return DraftTree(plan.shape, tokens_BN, torch.ones_like(tokens_BN, dtype=torch.bool))
 
-    def _fill_at_once(self, plan: _Plan, root_B1: Tensor) -> Tensor:
-        """Heads that read no drafted token give all levels' candidates in one go."""
+    def _draw_at_once(self, plan: _Plan, root_B1: Tensor, chance: Chance) -> list[Picked]:
+        return [pick(self._laws_at_once(plan, root_B1), plan.all, chance, self.drafter.drafting)]
+
+    def _draw_by_level(self, plan: _Plan, root_B1: Tensor, chance: Chance) -> list[Picked]:
+        picks: list[Picked] = []
+
+        def choose(logits_BWV: Tensor, level: Brood) -> Tensor:
+            picks.append(pick(logits_BWV, level, chance, self.drafter.drafting))
+            return picks[-1].tokens_Bn
+
+        self._fill_by_level(plan, root_B1, choose)
+        return picks
+
+    def _laws_at_once(self, plan: _Plan, root_B1: Tensor) -> Tensor:
+        """Logits [B, W, V] of each parent's children, of heads that read no drafted token: one per depth."""
         heads = self.heads
         embedded_B1E = self.drafter.embed(root_B1)
         logits = []
-        for head in range(len(plan.levels)):
+        for head in range(plan.depth):
             features_BD = heads.features(head, self.hidden_BD, heads.context(head, embedded_B1E))
             logits.append(heads.draftable(heads.logits(head, features_BD)))
-        best_BKR = torch.stack(logits, 1).topk(plan.ranks).indices
-        return torch.cat([root_B1, best_BKR[:, plan.depth_n, plan.rank_n]], 1)
+        return torch.stack(logits, 1)[:, plan.all.depth_1W[0]]
 
-    def _fill_by_level(self, plan: _Plan, tokens_BN: Tensor) -> Tensor:
-        """Hydra: each level reads the tokens drafted on the way to it."""
+    def _fill_by_level(self, plan: _Plan, tokens_BN: Tensor, choose: Callable[[Tensor, Brood], Tensor]) -> Tensor:
+        """Hydra: each level reads the tokens drafted on the way to it. Nodes come out ordered by depth."""
         heads = self.heads
         embedded_BNE = self.drafter.embed(tokens_BN)
         for head, level in enumerate(plan.levels):
@@ -135,12 +152,11 @@ class MedusaSession:
             context_BW = heads.context(head, embedded_BNE[:, lineage])
             hidden_BWD = self.hidden_BD[:, None].expand(-1, lineage.shape[0], -1)
             logits_BWV = heads.draftable(heads.logits(head, heads.features(head, hidden_BWD, context_BW)))
-            best_BWR = logits_BWV.topk(level.ranks).indices
-            new_Bn = best_BWR.flatten(1)[:, level.choice_n]
+            new_Bn = choose(logits_BWV, level)
             tokens_BN = torch.cat([tokens_BN, new_Bn], 1)
             if head + 1 < len(plan.levels):
                 embedded_BNE = torch.cat([embedded_BNE, self.drafter.embed(new_Bn)], 1)
-        return tokens_BN if plan.place_N is None else tokens_BN[:, plan.place_N]
+        return tokens_BN
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
         """Keep the state of the last accepted node."""

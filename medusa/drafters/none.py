@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from medusa.accept import Acceptance
+from medusa.sampling import Chance
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk, TrunkOutput
 
@@ -31,7 +32,7 @@ class NullSession:
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
         """Nothing to take in."""
 
-    def propose(self, root_B: Tensor, room: int) -> DraftTree:
+    def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
         """The root alone."""
         tokens_BN = root_B[:, None]
         return DraftTree(self.shape, tokens_BN, torch.ones_like(tokens_BN, dtype=torch.bool))

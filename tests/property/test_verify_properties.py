@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa.accept import DeterministicRule
-from medusa.sampling import Laws
+from medusa.lawkit import Constant
+from medusa.sampling import Chance, Laws, SamplingParams
 from medusa.sampling import draw as draw_token
 from medusa.testing import recompute, tiny_trunk
 from medusa.tree import DraftTree, Shape
@@ -123,13 +124,14 @@ def test_the_rule_equals_a_walk(data: st.DataObject) -> None:
     greedy = draw(st.booleans())
     if greedy:
         laws = torch.nn.functional.one_hot(laws.argmax(-1), vocab).double()
-        uniform, choice = None, laws.argmax(-1)
+        chance, choice = None, laws.argmax(-1)
     else:
         numbers = [[draw(st.floats(0, 1, exclude_max=True)) for _ in range(size)] for _ in range(rows)]
         uniform = torch.tensor(numbers).double()
+        chance = Chance([SamplingParams(temperature=1.0)] * rows, [0] * rows, Constant(uniform), "cpu")
         choice = draw_token(laws, uniform)
     tree = DraftTree(Shape.of(torch.tensor(parents)), torch.tensor(tokens), torch.tensor(valid))
-    acceptance = DeterministicRule()(tree, Laws.given(laws, uniform))
+    acceptance = DeterministicRule()(tree, Laws.given(laws, None, chance))
     for row in range(rows):
         path, following = walk(parents[row], tokens[row], valid[row], choice[row].tolist())
         assert acceptance.length_B[row] == len(path)

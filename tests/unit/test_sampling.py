@@ -9,7 +9,8 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from medusa.errors import UserError
-from medusa.sampling import TOKEN, HashDraws, Laws, SamplingParams, draw, to_probs
+from medusa.lawkit import Constant
+from medusa.sampling import ACCEPT, DRAFT, TOKEN, Chance, HashDraws, Key, Laws, SamplingParams, draw, to_probs
 
 V = 33
 GOLDEN, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
@@ -109,17 +110,63 @@ def test_params_out_of_range_are_named(name: str, value: float) -> None:
         SamplingParams(**{name: value})
 
 
-def uniforms(seeds: list[int], positions: list[list[int]], purpose: int = TOKEN) -> torch.Tensor:
-    return HashDraws().uniform(torch.tensor(seeds), torch.tensor(positions), purpose)
+def uniforms(seeds: list[int], positions: list[list[int]], purpose: int = TOKEN, index: int = 0) -> torch.Tensor:
+    return HashDraws().uniform(Key(torch.tensor(seeds), torch.tensor(positions), purpose, index))
 
 
-def test_draws_depend_on_seed_position_and_purpose_alone() -> None:
+def test_draws_depend_on_seed_position_purpose_and_index_alone() -> None:
     together = uniforms([3, 4, 3], [[0, 1, 2], [0, 1, 2], [2, 1, 0]])
     assert together.dtype == torch.float64
     assert torch.equal(together[0], uniforms([3], [[0, 1, 2]])[0])
     assert torch.equal(together[2], together[0].flip(0))
     assert len(set(together[:2].flatten().tolist())) == 6
-    assert not torch.equal(uniforms([3], [[0, 1, 2]], purpose=TOKEN + 1), together[:1])
+    every = [
+        uniforms([3], [list(range(50))], purpose, index) for purpose in (TOKEN, DRAFT, ACCEPT) for index in range(60)
+    ]
+    assert torch.stack(every).unique().numel() == 3 * 60 * 50
+
+
+def test_few_numbers_are_the_same_as_many() -> None:
+    seeds = [0, 1, 2**63 - 1, -(2**63), -5]
+    positions = [[0, 1, 7, 7, 2**40]] * len(seeds)
+    for purpose, index in ((TOKEN, 0), (DRAFT, 3), (ACCEPT, 1000)):
+        many = uniforms(seeds, [row * 20 for row in positions], purpose, index)  # over FEW: in tensors
+        assert torch.equal(uniforms(seeds, positions, purpose, index), many[:, :5])
+
+
+def test_purposes_and_indices_are_independent() -> None:
+    seeds, positions = list(range(200)), [list(range(100))] * 200
+    one = uniforms(seeds, positions, DRAFT, 0).flatten()
+    for purpose, index in ((DRAFT, 1), (ACCEPT, 0), (TOKEN, 0)):
+        other = uniforms(seeds, positions, purpose, index).flatten()
+        assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1].item()) < 0.025  # 3.5 standard errors
+
+
+def chance_of(params: list[SamplingParams], number: float | torch.Tensor | None = None) -> Chance:
+    draws = HashDraws() if number is None else Constant(number)
+    return Chance(params, [5] * len(params), draws, "cpu")
+
+
+def test_chance_keys_by_the_position_after_the_node() -> None:
+    chance = Chance([SamplingParams(temperature=1.0, seed=7)], [5], HashDraws(), "cpu")
+    law, depths = torch.full((1, 3, 50), 0.02).double(), torch.tensor([[0, 1, 1]])
+    token = chance.categorical(law, depths, DRAFT, 2)
+    assert torch.equal(token, draw(law, uniforms([7], [[5, 6, 6]], DRAFT, 2)))
+    assert token[0, 1] == token[0, 2]  # nodes of one position share their number
+    said = chance.bernoulli(torch.tensor([[0.5, 0.5, 1.0]]).double(), depths, ACCEPT)
+    assert said.tolist() == [[*(uniforms([7], [[5, 6]], ACCEPT)[0] < 0.5).tolist(), True]]
+
+
+def test_bernoulli_is_strict_at_its_ends() -> None:
+    probs, depths = torch.tensor([[0.0, 1.0]]).double(), torch.zeros(1, 2, dtype=torch.long)
+    for number in (0.0, LAST):
+        chance = chance_of([SamplingParams(temperature=1.0)], number)
+        assert chance.bernoulli(probs, depths, ACCEPT).tolist() == [[False, True]]
+
+
+def test_a_law_of_zeros_gives_some_token() -> None:
+    for number in (0.0, LAST):
+        assert 0 <= draw(torch.zeros(1, 1, 4), torch.full((1, 1), number).double()).item() < 4
 
 
 def splitmix(z: int) -> int:
@@ -183,5 +230,7 @@ def test_a_law_that_rounding_left_short_is_drawn_from_to_its_end() -> None:
 def test_choose_without_uniforms_is_greedy() -> None:
     laws = to_probs(logits_of(2, 3, V), [SamplingParams()] * 2)
     assert torch.equal(Laws.given(laws).choice_BN, laws.argmax(-1))
+    greedy_row = Laws.given(laws, None, chance_of([SamplingParams(), SamplingParams(temperature=1.0)]))
+    assert torch.equal(greedy_row.choice_BN, laws.argmax(-1))
     u = uniforms([0, 1], [[0, 1, 2]] * 2)
     assert torch.equal(draw(laws, u), laws.argmax(-1))  # whatever the draw: a greedy row in a sampling batch
