@@ -85,6 +85,8 @@ class _Plan:
         self.place_N = None if ordered == topology else torch.tensor(place, device=device)
         if self.levels:
             self.all = Brood(topology, sorted(set(topology.parents[1:])), device)
+            self.head_W = self.all.depth_1W[0]  # whose candidates each parent's children are
+            self.head_n = self.head_W[self.all.way_n]
 
 
 class MedusaSession:
@@ -114,14 +116,16 @@ class MedusaSession:
             return sampled_tree(plan.shape, root_B1, picks, self.heads.trunk.vocab_size, place_N)
         tokens_BN = root_B1
         if plan.levels and at_once:
-            tokens_BN = torch.cat([root_B1, likeliest(self._laws_at_once(plan, root_B1), plan.all)], 1)
+            best_BKR = self._logits_at_once(plan, root_B1).topk(plan.all.ranks).indices  # once per head, not per parent
+            tokens_BN = torch.cat([root_B1, best_BKR[:, plan.head_n, plan.all.rank_n]], 1)
         elif plan.levels:
             tokens_BN = self._fill_by_level(plan, root_B1, likeliest)
         tokens_BN = tokens_BN if place_N is None else tokens_BN[:, place_N]
         return DraftTree(plan.shape, tokens_BN, torch.ones_like(tokens_BN, dtype=torch.bool))
 
     def _draw_at_once(self, plan: _Plan, root_B1: Tensor, chance: Chance) -> list[Picked]:
-        return [pick(self._laws_at_once(plan, root_B1), plan.all, chance, self.drafter.drafting)]
+        logits_BWV = self._logits_at_once(plan, root_B1)[:, plan.head_W]
+        return [pick(logits_BWV, plan.all, chance, self.drafter.drafting)]
 
     def _draw_by_level(self, plan: _Plan, root_B1: Tensor, chance: Chance) -> list[Picked]:
         picks: list[Picked] = []
@@ -133,15 +137,15 @@ class MedusaSession:
         self._fill_by_level(plan, root_B1, choose)
         return picks
 
-    def _laws_at_once(self, plan: _Plan, root_B1: Tensor) -> Tensor:
-        """Logits [B, W, V] of each parent's children, of heads that read no drafted token: one per depth."""
+    def _logits_at_once(self, plan: _Plan, root_B1: Tensor) -> Tensor:
+        """Logits [B, K, V] of the heads that the tree needs, which read no drafted token."""
         heads = self.heads
         embedded_B1E = self.drafter.embed(root_B1)
         logits = []
         for head in range(plan.depth):
             features_BD = heads.features(head, self.hidden_BD, heads.context(head, embedded_B1E))
             logits.append(heads.draftable(heads.logits(head, features_BD)))
-        return torch.stack(logits, 1)[:, plan.all.depth_1W[0]]
+        return torch.stack(logits, 1)
 
     def _fill_by_level(self, plan: _Plan, tokens_BN: Tensor, choose: Callable[[Tensor, Brood], Tensor]) -> Tensor:
         """Hydra: each level reads the tokens drafted on the way to it. Nodes come out ordered by depth."""
