@@ -70,8 +70,10 @@ def our_loop(trunk: Trunk, drafter: Drafter) -> Contender:
     def run(prompt: Sequence[int], tokens: int) -> Run:
         _synchronise(trunk)
         start = time.perf_counter()
-        decoder = Decoder(trunk, drafter, [Request(prompt, tokens)])
-        ids = list(decoder.prefill().tokens[0])  # brings its tokens to the host: no need to synchronise
+        decoder = Decoder(trunk, drafter)
+        ids = list(
+            decoder.admit([Request(prompt, tokens)]).tokens[0]
+        )  # brings its tokens to the host: no need to synchronise
         prefilled = time.perf_counter()
         accepted = []
         while decoder.live:
@@ -210,10 +212,10 @@ class _Watch:
         self.forward = _WatchedForward(trunk.forward)
         watched = copy.copy(trunk)
         watched.forward = self.forward  # type: ignore[method-assign]
-        self.decoder = Decoder(watched, drafter, [Request(prompt, tokens)])
+        self.decoder = Decoder(watched, drafter)
+        self.decoder.admit([Request(prompt, tokens)])
         self.session = _WatchedSession(self.decoder.session)
         self.decoder.session = self.session
-        self.decoder.prefill()
         self.slot_cache = trunk.new_cache(1)
         self.library_cache = DynamicCache()
         ids_1T = torch.tensor([list(prompt)], device=trunk.device)
@@ -236,7 +238,7 @@ class _Watch:
         return _Parts(nodes, step, *inside, slot, library)
 
     def _bare(self, cache: SlotCache | DynamicCache) -> float:
-        ids_BN, _, mask, positions_BN = self.forward.call
+        ids_BN, _, mask, positions_BN = self.forward.call[:4]
         call = self.trunk.arguments(ids_BN, cache, mask, positions_BN)
         return seconds(lambda: self.trunk.model(**call))
 
@@ -278,6 +280,9 @@ class _WatchedSession:
 
     def select(self, rows: Sequence[int]) -> None:
         self.session.select(rows)
+
+    def admit(self, slots: Sequence[int], other: DraftSession) -> None:
+        self.session.admit(slots, other)
 
 
 def _synchronise(trunk: Trunk) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,10 +53,14 @@ def load_trunk(
     dtype: str | torch.dtype,
     device: str | torch.device,
     check: bool = True,
+    **options: Any,
 ) -> Trunk:
-    """The trunk that the checkpoint in ``folder`` belongs to. Raises UserError if it is no checkpoint."""
+    """The trunk that the checkpoint in ``folder`` belongs to; ``options`` go to ``Trunk.load``.
+
+    Raises UserError if it is no checkpoint, or the trunk can't be loaded.
+    """
     if not (folder / MANIFEST).is_file() and is_published(folder):
-        return Trunk.load(published_trunk(folder), dtype=dtype, device=device, check=check)
+        return Trunk.load(published_trunk(folder), dtype=dtype, device=device, check=check, **options)
     manifest = read_manifest(folder)
     name, revision = trunk_source(folder, manifest), manifest.revision
-    return Trunk.load(name, dtype=dtype, device=device, revision=revision, check=check)
+    return Trunk.load(name, dtype=dtype, device=device, revision=revision, check=check, **options)

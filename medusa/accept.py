@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from medusa.sampling import Laws
+from medusa.laws import Laws
 from medusa.tree import DraftTree
 
 

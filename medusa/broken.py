@@ -13,8 +13,9 @@ from torch import Tensor
 
 from medusa.accept import Acceptance, AcceptRule, DeterministicRule, accept_up_to
 from medusa.drafters.children import Brood, Drafting, Picked, likeliest, pick
+from medusa.laws import Laws
 from medusa.rules import RecursiveRule, Walk
-from medusa.sampling import ACCEPT, DRAFT, Chance, Draws, HashDraws, Key, Laws
+from medusa.sampling import ACCEPT, DRAFT, Chance, Draws, HashDraws, Key
 from medusa.tree import DraftTree
 
 Choose = Callable[[Tensor, Brood, Chance, Drafting], Picked]

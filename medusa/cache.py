@@ -3,7 +3,8 @@
 One of the two files that know transformers' caches. Every layer, sliding-window layers too, keeps its full length
 in one storage: slot s of row b is position s of that row's text. A tree step writes its N nodes behind the row's
 length; *commit* moves the accepted path down and advances the length; *rollback* is doing nothing, since what lies
-beyond a length is masked and overwritten.
+beyond a length is masked and overwritten. For the same reason *release* is setting a length to 0, and *admit* is
+copying another cache's rows over slots of the batch that are free.
 
 Dimensions: B rows, N new tokens, A accepted nodes, S slots; layers' own: heads and head size.
 """
@@ -74,6 +75,7 @@ class SlotCache(Cache):
 
     def __init__(self, layers: Sequence[LayerShape], rows: int) -> None:
         super().__init__(layers=[_LayerView(self) for _ in layers])
+        self.shapes = tuple(layers)
         self.lengths: list[int] = [0] * rows
         planes = [(layer.keys, layer.values) for layer in layers]
         kinds = list(dict.fromkeys(plane for pair in planes for plane in pair))
@@ -84,18 +86,21 @@ class SlotCache(Cache):
             for plane in pair:
                 self._places[-1].append((kinds.index(plane), count[plane]))
                 count[plane] += 1
-        self._storages = [
-            torch.zeros(count[plane], rows, plane.heads, 0, plane.size, dtype=plane.dtype, device=plane.device)
-            for plane in kinds
-        ]
+        self._storages: list[Tensor] = []
         self._planes: list[list[Tensor]] = []  # views of the storages, in the order of the layers
+        self._hold(
+            [
+                torch.zeros(count[plane], rows, plane.heads, 0, plane.size, dtype=plane.dtype, device=plane.device)
+                for plane in kinds
+            ]
+        )
         self._total = 0
         self._slots: dict[torch.device, Tensor] = {}
 
     @property
     def longest(self) -> int:
         """Committed length of the longest row."""
-        return max(self.lengths)
+        return max(self.lengths, default=0)
 
     @property
     def capacity(self) -> int:
@@ -108,15 +113,21 @@ class SlotCache(Cache):
         To be called before each forward. The storage grows by whole blocks.
         """
         self._total = self.longest + tokens
-        if self._total > self.capacity:
-            grown = -(-self._total // BLOCK) * BLOCK
-            # zeros, not empty: a masked slot still meets a weight of 0, and 0 x NaN would be NaN
-            self._hold([torch.nn.functional.pad(old, (0, 0, 0, grown - old.shape[3])) for old in self._storages])
+        self._grow(len(self.lengths), self._total)
         self._slots = {}
         if len(set(self.lengths)) > 1:
             slots = torch.tensor(self.lengths)[:, None] + torch.arange(tokens)
             self._slots = {each.device: slots.to(each.device)[:, None, :, None] for each in self._storages}
         return self._total
+
+    def _grow(self, rows: int, slots: int) -> None:
+        """Have ``rows`` rows of at least ``slots`` slots."""
+        more_rows = rows - len(self.lengths)
+        more_slots = max(-(-slots // BLOCK) * BLOCK - self.capacity, 0)
+        if more_rows or more_slots:
+            # zeros, not empty: a masked slot still meets a weight of 0, and 0 x NaN would be NaN
+            pads = (0, 0, 0, more_slots, 0, 0, 0, more_rows)
+            self._hold([torch.nn.functional.pad(old, pads) for old in self._storages])
 
     def _hold(self, storages: list[Tensor]) -> None:
         self._storages = storages
@@ -143,8 +154,9 @@ class SlotCache(Cache):
     def commit(self, path_BA: Tensor, accepted: Sequence[int]) -> None:
         """Keep the accepted nodes: move slot ``length + path[i]`` to slot ``length + i`` and advance each length.
 
-        ``path_BA`` int64, -1 beyond a row's ``accepted`` count (0 leaves a row as it is). All is read before anything
-        is written, and what is read is never below what is written, since path ids ascend.
+        ``path_BA`` int64 begins at node 0 and is -1 beyond a row's ``accepted`` count; a count of 0 leaves what the row
+        holds as it is, whatever its path. All is read before anything is written, and what is read is never below what
+        is written, since path ids ascend.
         """
         width = max(accepted)
         if width > 1:
@@ -172,8 +184,35 @@ class SlotCache(Cache):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``, in that order: finished rows leave, the others close up."""
-        self._hold([stored[:, torch.tensor(list(rows), device=stored.device)] for stored in self._storages])
+        index = torch.tensor(list(rows), dtype=torch.long)
+        self._hold([stored[:, index.to(stored.device)] for stored in self._storages])
         self.lengths = [self.lengths[row] for row in rows]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Free the slots of finished rows: what they hold counts as unwritten, and lengthens no other row's view."""
+        lengths = list(self.lengths)  # whoever read them before keeps what was read
+        for slot in slots:
+            lengths[slot] = 0
+        self.lengths = lengths
+
+    def admit(self, slots: Sequence[int], other: SlotCache) -> None:
+        """Copy what ``other``'s rows hold, in their order, to ``slots``, whose own rows are gone then.
+
+        ``other`` is a cache of the same layers with as many rows as there are ``slots``. Slots from the present number
+        of rows on are appended; none may be left out between.
+        """
+        rows = len(self.lengths)
+        added = max(max(slots, default=0) + 1 - rows, 0)
+        assert other is not self and other.shapes == self.shapes, "rows of a cache of other layers"
+        assert len(set(slots)) == len(slots) == len(other.lengths), "one slot per row"
+        assert sum(slot >= rows for slot in slots) == added, "appended slots leave none out"
+        self._grow(rows + added, other.longest)
+        self.lengths = [*self.lengths, *[0] * added]
+        for mine, theirs in zip(self._storages, other._storages, strict=True):
+            for row, (slot, length) in enumerate(zip(slots, other.lengths, strict=True)):
+                mine[:, slot, :, :length].copy_(theirs[:, row, :, :length])
+        for slot, length in zip(slots, other.lengths, strict=True):
+            self.lengths[slot] = length
 
     def read(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor]:
         """A row's committed keys and values of one layer: ``[heads, length, size]`` each."""

@@ -80,7 +80,7 @@ def head_ranks(heads: MedusaHeads, held: Continuations) -> list[Tensor]:
 
     Row t drafts from the t-th state that a step could start at: the last of the prompt, then those of the
     continuation, up to the one that has a token left to emit after its root. -1 where the text has ended, ``NEVER``
-    for a token that only pads the vocabulary: none is drafted.
+    for a token that is never drafted: it only pads the vocabulary, or is outside the heads' draft vocabulary.
     """
     ranks = []
     for ids, start, hidden_TD in zip(held.ids, held.starts, held.hidden, strict=True):
@@ -94,11 +94,11 @@ def head_ranks(heads: MedusaHeads, held: Continuations) -> list[Tensor]:
             context = heads.context(head, embedded_TE[states[:, None] + reads]) if len(reads) else None
             features = heads.features(head, hidden_TD[states], context)
             logits = heads.logits(head, features)
-            answer = text[states + 2 + head]
-            true = logits.gather(1, answer[:, None])
+            answer = heads.columns(text[states + 2 + head])
+            true = logits.gather(1, answer.clamp(min=0)[:, None])
             # counted from below, so that a NaN is never a hit
-            rank = heads.trunk.draftable - 1 - (heads.draftable(logits) < true).sum(1)
-            row[: len(states), head] = torch.where(answer < heads.trunk.draftable, rank, NEVER).cpu()
+            rank = heads.choices - 1 - (heads.draftable(logits) < true).sum(1)
+            row[: len(states), head] = torch.where((answer >= 0) & (answer < heads.choices), rank, NEVER).cpu()
         ranks.append(row)
     return ranks
 
@@ -202,7 +202,7 @@ def step_costs(
     decoders = [_fresh(heads, topology, prompts) for topology in topologies]
     for turn in range(rounds):
         for index, topology in enumerate(topologies):
-            if min(decoders[index].left) <= topology.depth:  # a row with less room is served a smaller tree
+            if _room(decoders[index]) <= topology.depth:  # a row with less room is served a smaller tree
                 decoders[index] = _fresh(heads, topology, prompts)
             decoder = decoders[index]
             with torch.inference_mode():
@@ -215,15 +215,19 @@ def step_costs(
 
 
 def _fresh(heads: MedusaHeads, topology: Topology, prompts: Sequence[Sequence[int]]) -> Decoder:
-    requests = [Request(prompt, 256) for prompt in prompts]
-    decoder = Decoder(heads.trunk, MedusaDrafter(heads, topology), requests)
-    decoder.prefill()
-    if min(decoder.left) <= topology.depth:
+    decoder = Decoder(heads.trunk, MedusaDrafter(heads, topology))
+    decoder.admit([Request(prompt, 256) for prompt in prompts])
+    if _room(decoder) <= topology.depth:
         raise UserError(
-            f"a prompt of {max(map(len, prompts))} tokens leaves room for {min(decoder.left)}, too few for a tree"
+            f"a prompt of {max(map(len, prompts))} tokens leaves room for {_room(decoder)}, too few for a tree"
             f" {topology.depth} deep: take shorter prompts"
         )
     return decoder
+
+
+def _room(decoder: Decoder) -> int:
+    """How many tokens every row may still emit; 0 once one of them has ended."""
+    return min((row.left for row in decoder.rows.values()), default=0) if None not in decoder.slots else 0
 
 
 def calibrate(

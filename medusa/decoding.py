@@ -5,162 +5,235 @@ Dimensions: B batch, N nodes, A accepted nodes, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from medusa.accept import AcceptRule, DeterministicRule
-from medusa.drafters.base import Drafter
+from medusa.cache import SlotCache
+from medusa.drafters.base import Drafter, DraftSession, place
 from medusa.errors import UserError
+from medusa.laws import Laws, Situation
+from medusa.processors import Row
+from medusa.requests import Past, Request, Step, TokenLogprob, Underway
 from medusa.rules import RecursiveRule
-from medusa.sampling import Chance, Draws, HashDraws, Laws, SamplingParams
-from medusa.tree import DraftTree
-from medusa.trunk import Trunk
+from medusa.sampling import Chance, Draws, HashDraws, SamplingParams
+from medusa.tree import DraftTree, Shape, Topology
+from medusa.trunk import Trunk, TrunkOutput
 
-
-@dataclass(frozen=True)
-class Request:
-    """One row's prompt and limits.
-
-    Args:
-        ids: the prompt's token ids, at least one.
-        max_new_tokens: the row ends after exactly so many tokens, if nothing ends it before.
-        eos: ids that end the row; the one that did is its last token.
-        sampling: how its tokens are chosen.
-    """
-
-    ids: Sequence[int]
-    max_new_tokens: int
-    eos: frozenset[int] = frozenset()
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one verifier forward brought: ``tokens[row]`` for the rows it served, ``finished[row]`` why a row ended.
-
-    ``finished`` is ``"eos"`` or ``"length"``. ``accepted[row]`` counts drafted tokens that the trunk agreed to, before
-    any limit cut them. ``nodes`` is the size of the tree, 0 for the prefill.
-    """
-
-    tokens: dict[int, list[int]]
-    finished: dict[int, str]
-    accepted: dict[int, int]
-    nodes: int
+__all__ = ["Decoder", "Past", "Request", "Step", "TokenLogprob", "decode", "generate_ids"]
 
 
 class Decoder:
-    """A batch under way. Rows are slots: a finished row goes quiet, and leaves when half of the batch has finished.
+    """A batch under way. Its slots serve rows; a finished row's slot is free until another request is admitted.
 
+    Rows are numbered in the order of their admission. Slots that stay free leave once they are half of the batch.
     Without a ``rule``, trees with children drawn at random are accepted by the recursive one, others by the
     deterministic one: both are lossless.
-
-    Raises:
-        UserError: an empty prompt, an id outside the vocabulary, a prompt that fills the context, or no tokens asked.
     """
 
     def __init__(
-        self,
-        trunk: Trunk,
-        drafter: Drafter,
-        requests: Sequence[Request],
-        rule: AcceptRule | None = None,
-        draws: Draws | None = None,
+        self, trunk: Trunk, drafter: Drafter, rule: AcceptRule | None = None, draws: Draws | None = None
     ) -> None:
         self.trunk = trunk
-        self.requests = list(requests)
+        self.drafter = drafter
         self.rule = rule
         self.draws = draws or HashDraws()
-        self.session = drafter.open(trunk)
-        if len({trunk.horizon(len(request.ids)) for request in self.requests}) > 1:
-            raise UserError(
-                f"the prompts of this batch lie on both sides of position {trunk.horizon(0)}, where the trunk's rotary"
-                " frequencies change: decode the longer ones apart"
-            )
-        self.left = [_allowance(trunk, request, row) for row, request in enumerate(self.requests)]
-        self.live = set(range(len(self.requests)))
-        self._serve(list(self.live))
+        self.rows: dict[int, Underway] = {}  # by number, until they end
+        self.slots: list[int | None] = []  # the row that each slot of the batch serves, None where it is free
+        self.admitted = 0
+        self._single = Shape.static(Topology.root(), trunk.device)
+
+    @property
+    def live(self) -> set[int]:
+        """Numbers of the rows that have not ended."""
+        return set(self.rows)
+
+    def takes(self, request: Request) -> bool:
+        """Whether ``request`` may join the rows under way now.
+
+        Not while they lie on the other side of a position at which the trunk's rotary frequencies change.
+        """
+        horizon = self.trunk.horizon(len(request.ids))
+        return all(self.trunk.horizon(len(row.text)) == horizon for row in self.rows.values())
 
     @torch.inference_mode()
-    def prefill(self) -> Step:
-        """Read the prompts and choose each row's first token."""
-        lengths = [len(request.ids) for request in self.requests]
-        ids_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-        for row, request in enumerate(self.requests):
-            ids_BT[row, : lengths[row]] = torch.as_tensor(request.ids)  # pads lie behind a row's length: unwritten
-        self.cache = self.trunk.new_cache(len(lengths))
-        logits_BV, hidden_BD, output = self.trunk.prefill(ids_BT.to(self.trunk.device), lengths, self.cache)
-        self.session.start([request.ids for request in self.requests], hidden_BD, output)
-        depths = torch.zeros(1, 1, dtype=torch.long, device=logits_BV.device)
-        chance = Chance(self.sampling, lengths, self.draws, logits_BV.device)
-        self.root_B = Laws(logits_BV[:, None], depths, chance).choice_BN[:, 0]
-        return self._emit([[token] for token in self.root_B.tolist()], nodes=0)
+    def admit(self, requests: Sequence[Request]) -> Step:
+        """Let requests join: read their prompts and choose each one's first token.
+
+        A request with a past comes alone: what its cache already holds is not read again.
+
+        Raises:
+            UserError: an empty prompt, an id outside the vocabulary, a prompt that fills the context, no tokens
+                asked, or a request that may not join now.
+        """
+        rows = [Underway(request, request.allowance(self.trunk, place)) for place, request in enumerate(requests)]
+        if not all(map(self.takes, requests)) or len({self.trunk.horizon(len(each.ids)) for each in requests}) > 1:
+            raise UserError(
+                f"the prompts of this batch lie on both sides of position {self.trunk.horizon(0)}, where the trunk's"
+                " rotary frequencies change: decode the longer ones apart"
+            )
+        logits_BV, hidden_BD, output, cache = self._read(requests)
+        session = self.drafter.open(self.trunk)
+        session.start([request.ids for request in requests], hidden_BD, output)
+        last_B1 = torch.tensor([[row.text[-1]] for row in rows], device=logits_BV.device)
+        chance = Chance([row.request.sampling for row in rows], cache.lengths, self.draws, logits_BV.device)
+        tree = DraftTree(self._single, last_B1, torch.ones_like(last_B1, dtype=torch.bool))
+        root_B = self._laws(logits_BV[:, None], tree, chance, list(rows)).choice_BN[:, 0]
+        slots = self._place(rows, root_B, cache, session)
+        new = [[token] for token in root_B.tolist()]
+        return self._emit(slots, new, _logprobs(rows, logits_BV[:, None], [[0]] * len(rows), new), nodes=0)
+
+    def _read(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor, TrunkOutput, SlotCache]:
+        """Prefill a cache with prompts, or with what follows the past of the only one."""
+        past = requests[0].past
+        assert len(requests) == 1 or all(request.past is None for request in requests), "a past comes alone"
+        cache, known = self.trunk.new_cache(len(requests)), 0
+        if past is not None and self.trunk.horizon(len(past.ids)) == self.trunk.horizon(len(requests[0].ids)):
+            known = past.known(requests[0].ids)  # beyond a change of the rotary frequencies nothing of it would hold
+        if past is not None and known:
+            cache = past.cache
+            cache.set_lengths([known])
+        news = [request.ids[known:] for request in requests]
+        ids_BT = torch.zeros(len(news), max(map(len, news)), dtype=torch.long)
+        for row, new in enumerate(news):
+            ids_BT[row, : len(new)] = torch.as_tensor(new)  # pads lie behind a row's length: unwritten
+        read = self.trunk.prefill(ids_BT.to(self.trunk.device), [len(new) for new in news], cache)
+        return *read, cache
+
+    def _place(self, rows: Sequence[Underway], root_B: Tensor, cache: SlotCache, session: DraftSession) -> list[int]:
+        """Give new rows their numbers, and slots: free ones first, then more; return the slots."""
+        numbers = range(self.admitted, self.admitted + len(rows))
+        self.admitted += len(rows)
+        if not self.rows:
+            self.cache, self.session, self.root_B = cache, session, root_B
+            self.slots, slots = [None] * len(rows), list(range(len(rows)))
+        else:
+            free = [slot for slot, number in enumerate(self.slots) if number is None]
+            more = range(len(self.slots), len(self.slots) + len(rows) - len(free))
+            slots = [*free, *more][: len(rows)]
+            self.slots += [None] * len(more)
+            self.cache.admit(slots, cache)
+            self.session.admit(slots, session)
+            self.root_B = place(self.root_B, slots, root_B)
+        for slot, number, row in zip(slots, numbers, rows, strict=True):
+            self.slots[slot], self.rows[number] = number, row
+        return slots
 
     @torch.inference_mode()
     def step(self) -> Step:
         """Propose, verify, accept, commit: one forward of the trunk."""
-        room = max(self.left[row] for row in self.live) - 1
+        rows = [None if number is None else self.rows[number] for number in self.slots]
+        room = max(row.left for row in self.rows.values()) - 1
         after = [length + 1 for length in self.cache.lengths]  # where the token after the root will stand
-        chance = Chance(self.sampling, after, self.draws, self.root_B.device)
+        sampling = [SamplingParams() if row is None else row.request.sampling for row in rows]
+        chance = Chance(sampling, after, self.draws, self.root_B.device)
         tree = self._within_limits(self.session.propose(self.root_B, room, chance), chance)
         verified = self.trunk.tree_forward(tree, self.cache)
         rule = self.rule or (DeterministicRule() if tree.sampled_BN is None else RecursiveRule())
-        acceptance = rule(tree, Laws(verified.logits, tree.shape.depths, chance))
+        acceptance = rule(tree, self._laws(verified.logits, tree, chance, rows))
         self.session.commit(tree, verified, acceptance)
         self.root_B = acceptance.next_token_B
         # the step's one transfer: the trees' tokens, the token after each accepted path, and the path
         packed = torch.cat([tree.tokens_BN, self.root_B[:, None], acceptance.path_BA], 1).tolist()
-        paths = [[node for node in row[tree.size + 1 :] if node >= 0] for row in packed]
-        self.cache.commit(acceptance.path_BA, [len(path) for path in paths])
-        new = [[*(row[node] for node in path[1:]), row[tree.size]] for row, path in zip(packed, paths, strict=True)]
-        return self._emit(new, tree.size)
+        paths = [[node for node in each[tree.size + 1 :] if node >= 0] for each in packed]
+        self.cache.commit(acceptance.path_BA, [len(path) if row else 0 for path, row in zip(paths, rows, strict=True)])
+        new = [[*(each[node] for node in path[1:]), each[tree.size]] for each, path in zip(packed, paths, strict=True)]
+        return self._emit(range(len(rows)), new, _logprobs(rows, verified.logits, paths, new), tree.size)
+
+    def _laws(self, logits_BNV: Tensor, tree: DraftTree, chance: Chance, rows: Sequence[Underway | None]) -> Laws:
+        """The nodes' laws, with what the processors of these rows need to know, if there are any."""
+        situation = None
+        if any(row is not None and row.request.processed for row in rows):
+            nobody = Underway(Request((0,), 1), 1)
+            each = [row or nobody for row in rows]
+            texts = [row.text if row else [0] for row in rows]
+            facts = [Row(row.request.processing, row.prompt, row.request.longest, row.request.eos) for row in each]
+            situation = Situation(tree, texts, facts, [row.request.processor for row in each])
+        return Laws(logits_BNV, tree.shape.depths, chance, situation)
 
     def finish(self, row: int) -> None:
-        """End a row from outside, for a stop string or a client that left."""
-        self.live.discard(row)
+        """End a row from outside, as for a client that left; its slot is free. A row that has ended stays so."""
+        if row in self.rows:
+            self._release([row])
 
     def _within_limits(self, tree: DraftTree, chance: Chance) -> DraftTree:
         """Nodes beyond a row's own limit become fillers: what it draws depends on no other row's room."""
-        if chance.greedy or len({self.left[row] for row in self.slots}) == 1:
+        least = min(row.left for row in self.rows.values())
+        plain = chance.greedy and all(row.request.processor is None for row in self.rows.values())
+        if plain or tree.shape.levels <= least:
             return tree
-        room_B1 = torch.tensor([[self.left[row] - 1] for row in self.slots], device=tree.tokens_BN.device)
+        lefts = [least if number is None else self.rows[number].left for number in self.slots]
+        room_B1 = torch.tensor(lefts, device=tree.tokens_BN.device)[:, None] - 1
         return replace(tree, valid_BN=tree.valid_BN & (tree.shape.depths <= room_B1))
 
-    def _emit(self, tokens: list[list[int]], nodes: int) -> Step:
-        """Cut each live row's new tokens at its limit and at the first EOS, and let finished rows go."""
+    def _emit(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[list[int]],
+        logprobs: Sequence[list[TokenLogprob]],
+        nodes: int,
+    ) -> Step:
+        """Hand out each live row's new tokens up to where it ends, and let finished rows go."""
         step = Step({}, {}, {}, nodes)
-        for row, new in zip(self.slots, tokens, strict=True):
-            if row not in self.live:
+        for slot, new, chances in zip(slots, tokens, logprobs, strict=True):
+            number = self.slots[slot]
+            if number is None:
                 continue
-            step.accepted[row] = len(new) - 1
-            eos = self.requests[row].eos
-            stop = next((index for index, token in enumerate(new) if token in eos), None)
-            new = new[: self.left[row] if stop is None else min(stop + 1, self.left[row])]
-            step.tokens[row] = new
-            self.left[row] -= len(new)
-            if new[-1] in eos:
-                step.finished[row] = "eos"
-            elif self.left[row] == 0:
-                step.finished[row] = "length"
-        self.live -= step.finished.keys()
-        self._close_up()
+            step.accepted[number] = len(new) - 1
+            kept, reason = self.rows[number].take(new)
+            step.tokens[number] = kept
+            if chances:
+                step.logprobs[number] = chances[: len(kept)]
+            if reason:
+                step.finished[number] = reason
+        self._release(list(step.finished))
         return step
 
-    def _close_up(self) -> None:
-        """Drop finished rows once they are half of the batch: copies stay rare, and batches halve."""
-        if not self.live or 2 * len(self.live) > len(self.slots):
+    def _release(self, numbers: Sequence[int]) -> None:
+        """Free the slots of rows that end. The last ones' stay as they are: a conversation may go on from there."""
+        for number in numbers:
+            self.last = self.rows.pop(number)
+        if not self.rows or not numbers:
             return
-        kept = [slot for slot, row in enumerate(self.slots) if row in self.live]
+        freed = [slot for slot, number in enumerate(self.slots) if number in numbers]
+        self.slots = [None if slot in freed else number for slot, number in enumerate(self.slots)]
+        kept = [slot for slot, number in enumerate(self.slots) if number is not None]
+        if 2 * len(kept) > len(self.slots):
+            self.cache.release(freed)
+            return
+        # half of the batch is free: the others close up; copies stay rare, and batches halve
         self.cache.select(kept)
         self.session.select(kept)
         self.root_B = self.root_B[kept]
-        self._serve([self.slots[slot] for slot in kept])
+        self.slots = [self.slots[slot] for slot in kept]
 
-    def _serve(self, slots: list[int]) -> None:
-        """Note which request each slot of the batch serves."""
-        self.slots = slots
-        self.sampling = [self.requests[row].sampling for row in slots]
+    def past(self) -> Past:
+        """What the only row, which has ended, leaves in the cache."""
+        assert len(self.slots) == 1 and not self.rows, "a past is taken from a batch of one row that has ended"
+        return Past.of(self.last.text, self.cache)
+
+
+def _logprobs(
+    rows: Sequence[Underway | None], logits_BNV: Tensor, paths: Sequence[list[int]], tokens: Sequence[list[int]]
+) -> list[list[TokenLogprob]]:
+    """Of rows that asked, the trunk's own log-probabilities of ``tokens``, each of which follows a node of its path."""
+    found: list[list[TokenLogprob]] = []
+    for slot, row in enumerate(rows):
+        if row is None or row.request.logprobs is None:
+            found.append([])
+            continue
+        logits_AV = logits_BNV[slot, paths[slot]]
+        log_AV = logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32)).log_softmax(-1)
+        most = log_AV.topk(min(row.request.logprobs, log_AV.shape[-1]))
+        own = log_AV.gather(1, torch.tensor(tokens[slot], device=log_AV.device)[:, None])[:, 0].tolist()
+        tops = zip(most.indices.tolist(), most.values.tolist(), strict=True)
+        pairs = zip(own, tops, strict=True)
+        found.append([TokenLogprob(each, dict(zip(*top, strict=True))) for each, top in pairs])
+    return found
 
 
 def decode(
@@ -169,41 +242,41 @@ def decode(
     requests: Sequence[Request],
     rule: AcceptRule | None = None,
     draws: Draws | None = None,
-) -> Iterator[Step]:
-    """Decode a batch to its end, step by step; the first step is the prefill."""
-    if not requests:
-        return
-    decoder = Decoder(trunk, drafter, requests, rule, draws)
-    yield decoder.prefill()
-    while decoder.live:
-        yield decoder.step()
+    most: int | None = None,
+) -> Generator[Step, None, None]:
+    """Decode requests to their end, step by step; the first step is a prefill. Rows are numbered as ``requests``.
+
+    ``most`` limits the rows under way at once: the others are admitted in order as rows end. So are those that have to
+    wait until a batch has ended (:meth:`Decoder.takes`).
+
+    Raises:
+        UserError: a request that can't be decoded, before anything is.
+    """
+    for row, request in enumerate(requests):
+        request.allowance(trunk, row)
+    decoder, waiting = Decoder(trunk, drafter, rule, draws), deque(requests)
+    while waiting or decoder.rows:
+        ready = _ready(decoder, waiting, most)
+        yield decoder.admit(ready) if ready else decoder.step()
 
 
-def generate_ids(trunk: Trunk, drafter: Drafter, requests: Sequence[Request]) -> list[list[int]]:
+def _ready(decoder: Decoder, waiting: deque[Request], most: int | None) -> list[Request]:
+    """Take from ``waiting`` the requests that may join now, in order."""
+    ready: list[Request] = []
+    while waiting and (most is None or len(decoder.rows) + len(ready) < most) and decoder.takes(waiting[0]):
+        horizons = {decoder.trunk.horizon(len(request.ids)) for request in (*ready, waiting[0])}
+        if len(horizons) > 1 or (ready and (ready[0].past or waiting[0].past)):
+            break
+        ready.append(waiting.popleft())
+    return ready
+
+
+def generate_ids(
+    trunk: Trunk, drafter: Drafter, requests: Sequence[Request], most: int | None = None
+) -> list[list[int]]:
     """The new token ids of each row: batched generation for calibration and distillation."""
     ids: list[list[int]] = [[] for _ in requests]
-    for step in decode(trunk, drafter, requests):
+    for step in decode(trunk, drafter, requests, most=most):
         for row, tokens in step.tokens.items():
             ids[row] += tokens
     return ids
-
-
-def _allowance(trunk: Trunk, request: Request, row: int) -> int:
-    """How many tokens a row may emit: what was asked, or what the context leaves."""
-    size = len(request.ids)
-    if not size:
-        raise UserError(f"prompt {row} has no tokens: give at least one")
-    worst = max(request.ids, key=lambda token: token if token >= 0 else trunk.vocab_size - token)
-    if not 0 <= worst < trunk.vocab_size:
-        raise UserError(f"prompt {row} has token id {worst}: ids lie in 0..{trunk.vocab_size - 1}")
-    if request.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={request.max_new_tokens}: ask for at least 1")
-    horizon = trunk.horizon(size)
-    if horizon is None:
-        return request.max_new_tokens
-    if size >= horizon:
-        raise UserError(
-            f"prompt {row} has {size} tokens and a text may reach {horizon} with this trunk: shorten it to at most"
-            f" {horizon - 1}"
-        )
-    return min(request.max_new_tokens, horizon - size)

@@ -15,6 +15,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,12 +160,18 @@ def decoder_run(
     tokens: int,
     rule: AcceptRule | None = None,
     sampling: SamplingParams | None = None,
+    most: int | None = None,
+    **asked: Any,
 ) -> Run:
-    """Our own engine under test: the next ``tokens`` tokens of ``prompt``."""
+    """Our own engine under test: the next ``tokens`` tokens of ``prompt``, at ``most`` so many rows at once.
+
+    ``asked`` are further fields of :class:`medusa.decoding.Request`, such as ``processing``.
+    """
 
     def run(draws: Draws, seeds: list[int]) -> list[list[int]]:
         texts: list[list[int]] = [[] for _ in seeds]
-        for step in decode(trunk, drafter, _requests(prompt, tokens, seeds, sampling), rule, draws):
+        requests = [replace(request, **asked) for request in _requests(prompt, tokens, seeds, sampling)]
+        for step in decode(trunk, drafter, requests, rule, draws, most):
             for row, new in step.tokens.items():
                 texts[row] += new
         return texts
@@ -182,8 +189,8 @@ def mean_accepted(
     """The exact mean of drafted tokens accepted in the first tree after ``prompt`` and the token that follows it."""
 
     def run(draws: Draws, seeds: list[int]) -> list[list[int]]:
-        decoder = Decoder(trunk, drafter, _requests(prompt, 1 << 10, seeds, sampling), rule, draws)
-        decoder.prefill()
+        decoder = Decoder(trunk, drafter, rule, draws)
+        decoder.admit(_requests(prompt, 1 << 10, seeds, sampling))
         accepted = decoder.step().accepted
         return [[accepted[row]] for row in range(len(seeds))]
 
@@ -192,8 +199,7 @@ def mean_accepted(
 
 def _requests(prompt: Sequence[int], tokens: int, seeds: list[int], sampling: SamplingParams | None) -> list[Request]:
     own = sampling or SamplingParams(temperature=1.0)
-    params = [SamplingParams(own.temperature, own.top_k, own.top_p, own.min_p, seed) for seed in seeds]
-    return [Request(prompt, tokens, sampling=param) for param in params]
+    return [Request(prompt, tokens, sampling=replace(own, seed=seed)) for seed in seeds]
 
 
 def chi_square(observed: Mapping[int, int], law: Sequence[float], *, least: float = 5.0) -> float:

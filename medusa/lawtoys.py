@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from medusa.accept import Acceptance, AcceptRule
+from medusa.drafters.base import place
 from medusa.drafters.children import Brood, Drafting, Picked, likeliest, pick, sampled_tree
 from medusa.lawkit import decoder_run, judge, trunk_law
 from medusa.sampling import Chance
@@ -85,7 +86,7 @@ class ToyCache:
 
     def commit(self, path_BA: Tensor, counts: Sequence[int]) -> None:
         """Take in the accepted path of the last tree."""
-        end_B1 = path_BA.gather(1, torch.tensor(counts)[:, None] - 1)
+        end_B1 = path_BA.gather(1, (torch.tensor(counts)[:, None] - 1).clamp(min=0))
         self.last_B = self.tokens_BN.gather(1, end_B1)[:, 0]
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
@@ -93,6 +94,17 @@ class ToyCache:
         """Keep only ``rows``."""
         self.lengths = [self.lengths[row] for row in rows]
         self.last_B = self.last_B[list(rows)]
+
+    def admit(self, slots: Sequence[int], other: ToyCache) -> None:
+        """Take over the rows of another cache."""
+        self.last_B = place(self.last_B, slots, other.last_B)
+        for slot, length in zip(slots, other.lengths, strict=True):
+            self.lengths[slot : slot + 1] = [length]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Free the slots of rows that have ended."""
+        for slot in slots:
+            self.lengths[slot] = 0
 
 
 class ToyTrunk:
@@ -211,3 +223,7 @@ class ToySession:
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``."""
         self.state_B1 = self.state_B1[list(rows)]
+
+    def admit(self, slots: Sequence[int], other: ToySession) -> None:
+        """Take over the states of another session's rows."""
+        self.state_B1 = place(self.state_B1, slots, other.state_B1)

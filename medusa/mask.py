@@ -1,4 +1,4 @@
-"""The attention mask of a tree step.
+"""The attention mask and the positions of a tree step. Text that is read on is a chain, so a tree too.
 
 Dimensions: B batch, N nodes, T slots in view.
 """
@@ -11,6 +11,28 @@ import torch
 from torch import Tensor
 
 from medusa.tree import Shape, as_bias
+
+
+def chain_shape(size: int, device: torch.device | str) -> Shape:
+    """``Shape.static`` of a chain of ``size`` nodes, made without matrix products, since it may be long."""
+    nodes = torch.arange(size, device=device)
+    ancestors = torch.ones(1, size, size, dtype=torch.bool, device=device).tril()
+    return Shape(ancestors, nodes[None], (nodes[None] - 1).clamp(min=0), torch.where(ancestors, nodes, -1))
+
+
+def positions(shape: Shape, lengths: Sequence[int], horizon: int | None) -> Tensor:
+    """Position of each node, int64 [B, N]: its row's length and its depth.
+
+    Those at ``horizon`` or beyond it, which no row may reach, are cut to the last below it: the model could fail on
+    them, or take its rotary frequencies by them.
+    """
+    if len(set(lengths)) == 1:
+        positions_BN = (shape.depths + lengths[0]).expand(len(lengths), -1)
+    else:
+        positions_BN = torch.tensor(lengths, device=shape.depths.device)[:, None] + shape.depths
+    if horizon is not None and max(lengths) + shape.levels > horizon:
+        return positions_BN.clamp(max=horizon - 1)
+    return positions_BN
 
 
 def attention_bias(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from medusa.accept import Acceptance, accept_up_to
 from medusa.errors import UserError
-from medusa.sampling import ACCEPT, TOKEN, Laws
+from medusa.laws import Laws
+from medusa.sampling import ACCEPT, TOKEN
 from medusa.tree import DraftTree
 
 
@@ -55,7 +56,7 @@ class Walk:
         self.at_B1 = torch.zeros_like(tree.tokens_BN[:, :1])
         self.trying_B1 = torch.ones_like(self.at_B1, dtype=torch.bool)  # rows not stopped above this level
         self.moved_B1 = self.trying_B1
-        self.p_BV = laws.p_BNV[:, 0].double()
+        self.p_BV = torch.zeros((), dtype=torch.float64, device=self.at_B1.device)  # until the root is entered
         self.q_BV: Tensor | None = None
 
     def enter(self) -> None:
@@ -76,7 +77,8 @@ class Walk:
 
     def arrive(self) -> None:
         """Take up the trunk's law at the nodes that were just reached."""
-        self.p_BV = torch.where(self.moved_B1, normalised(_law(self.laws.p_BNV, self.at_B1)), self.p_BV)
+        law_BV = normalised(self.laws.at(self.at_B1, self.moved_B1))
+        self.p_BV = torch.where(self.moved_B1, law_BV, self.p_BV)
 
     def attempt(self, index: int, last: bool) -> None:
         """Try each row's next child; ``last`` says that none comes after it."""
@@ -133,6 +135,9 @@ class TypicalRule:
     Args:
         epsilon: a probability that is always enough.
         delta: how far below a typical probability, exp(-H), a token may lie.
+
+    Raises:
+        UserError: a number out of range, or a row with a processor that can't be asked about all nodes at once.
     """
 
     lossless = False
@@ -145,6 +150,11 @@ class TypicalRule:
         self.delta = delta
 
     def __call__(self, tree: DraftTree, laws: Laws) -> Acceptance:
+        if not laws.at_once:
+            raise UserError(
+                "typical acceptance weighs all nodes at once, and a logits_processor is called along one walk: leave"
+                " one of the two out"
+            )
         shape, p_BNV = tree.shape, laws.p_BNV
         entropy_BN = torch.special.entr(p_BNV).sum(-1)
         threshold_BN = shape.at_parents((self.delta * (-entropy_BN).exp()).clamp(max=self.epsilon))

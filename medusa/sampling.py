@@ -9,13 +9,14 @@ Dimensions: B batch, N nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from medusa import filters
 from medusa.errors import UserError
 
 
@@ -28,6 +29,10 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose mass reaches p; 1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one; 0 keeps all.
+        top_h: keep most likely tokens up to this share of the entropy (Top-H decoding); 0 keeps all.
+        typical_p: keep tokens of typical surprise whose mass reaches p; 1 keeps all.
+        epsilon_cutoff: keep tokens at least so likely; 0 keeps all.
+        eta_cutoff: the same, with less asked where the entropy is high; 0 keeps all.
         seed: the row's own seed: the same seed gives the same tokens in any batch.
 
     Raises:
@@ -38,6 +43,10 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_h: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,23 +55,33 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "at least 0 (0 keeps all)"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1] (1 keeps all)"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1) (0 keeps all)"),
+            "top_h": (0 <= self.top_h <= 1, "in [0, 1] (0 keeps all)"),
+            "typical_p": (0 < self.typical_p <= 1, "in (0, 1] (1 keeps all)"),
+            "epsilon_cutoff": (0 <= self.epsilon_cutoff < 1, "in [0, 1) (0 keeps all)"),
+            "eta_cutoff": (0 <= self.eta_cutoff < 1, "in [0, 1) (0 keeps all)"),
             "seed": (0 <= self.seed < 1 << 63, "in 0..2**63-1"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise UserError(f"{name}={getattr(self, name)}: it must be {rule}")
 
+    @cached_property
+    def law(self) -> SamplingParams:
+        """The same without what does not change a law: two rows that agree in this are treated as one."""
+        return replace(self, seed=0) if self.seed else self
+
 
 def to_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return each node's law: ``logits`` [B, N, V] -> probabilities of the same shape, one-hot where temperature is 0.
 
-    The filters act in the order of Hugging Face's warpers: temperature, top-k, top-p, min-p.
+    The filters act in the order of Hugging Face's warpers: temperature, top-h, top-k, top-p, min-p, typical, epsilon,
+    eta.
     """
     greedy = [param.temperature == 0 for param in params]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # sums of half-precision laws are far off
     if all(greedy):
         return _one_hot(logits)
-    if len({(param.temperature, param.top_k, param.top_p, param.min_p) for param in params}) == 1:
+    if len({param.law for param in params}) == 1:
         return _soft(logits, params[0])
     laws = torch.empty_like(logits)
     for row, param in enumerate(params):
@@ -76,16 +95,20 @@ def _one_hot(logits: Tensor) -> Tensor:
 
 def _soft(logits: Tensor, param: SamplingParams) -> Tensor:
     logits = (logits - logits.amax(-1, keepdim=True)) / param.temperature  # at most 0: nothing overflows to inf
-    if 0 < param.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(param.top_k).values[..., -1:], -torch.inf)
+    if param.top_h > 0:
+        logits = filters.top_h(logits, param.top_h)
+    if param.top_k > 0:
+        logits = filters.top_k(logits, param.top_k)
     if param.top_p < 1:
-        ascending, order = logits.sort(-1)
-        below = ascending.softmax(-1).cumsum(-1) <= 1 - param.top_p
-        below[..., -1] = False  # the most likely token always stays
-        logits = logits.masked_fill(below.scatter(-1, order, below), -torch.inf)
+        logits = filters.top_p(logits, param.top_p)
     if param.min_p > 0:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < param.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+        logits = filters.min_p(logits, param.min_p)
+    if param.typical_p < 1:
+        logits = filters.typical_p(logits, param.typical_p)
+    if param.epsilon_cutoff > 0:
+        logits = filters.epsilon(logits, param.epsilon_cutoff)
+    if param.eta_cutoff > 0:
+        logits = filters.eta(logits, param.eta_cutoff)
     return logits.softmax(-1)
 
 
@@ -227,6 +250,10 @@ class Chance:
     def _after_B1(self) -> Tensor:
         return torch.tensor(self.after, device=self.device)[:, None]
 
+    def only(self, row: int) -> Chance:
+        """The choices of one row alone, which are the same."""
+        return Chance([self.params[row]], [self.after[row]], self.draws, self.device)
+
     def categorical(self, p_BNV: Tensor, depth_BN: Tensor, purpose: int, index: int = 0) -> Tensor:
         """One token per node, which follows a node of depth ``depth_BN`` [B|1, N]: int64 [B, N]."""
         return self.draws.categorical(p_BNV, self._key(depth_BN, purpose, index))
@@ -237,40 +264,3 @@ class Chance:
 
     def _key(self, depth_BN: Tensor, purpose: int, index: int) -> Key:
         return Key(self._seed_B, self._after_B1 + depth_BN, purpose, index)
-
-
-class Laws:
-    """The laws of the token after each node, and the trunk's own draws from them; nothing is computed unasked.
-
-    Args:
-        logits_BNV: the trunk's logits.
-        depths: the nodes' depths, int64 [B|1, N].
-        chance: how each row is sampled, and the step's random choices.
-    """
-
-    def __init__(self, logits_BNV: Tensor, depths: Tensor, chance: Chance) -> None:
-        self._logits_BNV = logits_BNV
-        self.depths = depths
-        self.chance = chance
-
-    @classmethod
-    def given(cls, p_BNV: Tensor, depths: Tensor | None = None, chance: Chance | None = None) -> Laws:
-        """Laws that are known; one-hot ones need no chance."""
-        rows, nodes = p_BNV.shape[:2]
-        chance = chance or Chance([SamplingParams()] * rows, [0] * rows, HashDraws(), p_BNV.device)
-        depths = p_BNV.new_zeros(1, nodes, dtype=torch.long) if depths is None else depths
-        laws = cls(p_BNV, depths, chance)
-        laws.__dict__["p_BNV"] = p_BNV
-        return laws
-
-    @cached_property
-    def p_BNV(self) -> Tensor:
-        """Probabilities after temperature and filters, one-hot in greedy rows."""
-        return to_probs(self._logits_BNV, self.chance.params)
-
-    @cached_property
-    def choice_BN(self) -> Tensor:
-        """The trunk's own token after each node: a draw of its law, int64 [B, N]."""
-        if self.chance.greedy:
-            return self._logits_BNV.argmax(-1)
-        return self.chance.categorical(self.p_BNV, self.depths, TOKEN)

@@ -28,9 +28,11 @@ def check_tree(trunk: Trunk) -> None:
     worst = tree_error(trunk)
     tolerance = TOLERANCE.get(trunk.dtype, COARSE)
     if not worst <= tolerance:  # also true for NaN
+        quantised = getattr(trunk.model, "hf_quantizer", None) is not None
         raise UserError(
-            f"model type {trunk.family!r} can't be driven exactly with a token tree (logits off by {worst:.2g},"
-            f" allowed {tolerance:.2g}): use another trunk, or another attn_implementation"
+            f"model type {trunk.family!r}{' as quantised' if quantised else ''} can't be driven exactly with a token"
+            f" tree (logits off by {worst:.2g}, allowed {tolerance:.2g}): use another trunk, or another"
+            f" {'quantization_config (bitsandbytes: llm_int8_threshold=0)' if quantised else 'attn_implementation'}"
         )
 
 
@@ -81,7 +83,14 @@ def check_projection(trunk: Trunk) -> None:
             " its vocabulary: heads can't read them; use another trunk"
         )
     head = trunk.model.get_output_embeddings()
-    error = (trunk.project(output.hidden, head.weight, head.bias) - output.logits).abs().max().item()
+    if type(head.weight.data) is not torch.Tensor or not head.weight.is_floating_point() or head.weight.is_meta:
+        raise UserError(
+            f"model type {trunk.family!r} has its vocabulary projection quantised or offloaded, so heads can't start"
+            " from it: leave that projection (lm_head) as it is, in memory"
+        )
+    # with an adapter on it, heads start from the base's
+    own = trunk.project(output.hidden, *(() if hasattr(head, "base_layer") else (head.weight, head.bias)))
+    error = (own - output.logits).abs().max().item()
     if not error <= 1e-2 * max(1.0, output.logits.abs().max().item()):
         raise UserError(
             f"model type {trunk.family!r} does more after its vocabulary projection than heads can repeat (off by"

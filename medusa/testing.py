@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,39 +11,15 @@ import transformers
 from torch import Tensor
 
 from medusa.accept import Acceptance
+from medusa.families import FAMILIES, VOCAB
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.sampling import Chance
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk, TrunkOutput
 
-VOCAB = 65
-_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
-_GPT_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "tie_word_embeddings": False}
-_GROUPED = {**_SIZES, "num_key_value_heads": 2}
-_GEMMA = {**_GROUPED, "head_dim": 8, "sliding_window": 8, "tie_word_embeddings": False}
-# family: its classes' common prefix, what else differs in their names, and its config
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("Llama", "", _GROUPED),
-    "gpt2": ("GPT2", "", _GPT_SIZES),
-    "neox": ("GPTNeoX", "", _SIZES),
-    "mistral": ("Mistral", "", {**_GROUPED, "sliding_window": 8}),
-    "gemma2": ("Gemma2", "", {**_GEMMA, "final_logit_softcapping": 5.0}),
-    "gemma3": ("Gemma3", "Text", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
-    "phi": ("Phi", "", _SIZES),
-    "gptj": ("GPTJ", "", {**_GPT_SIZES, "rotary_dim": 4}),
-    "cohere": ("Cohere", "", {**_GROUPED, "logit_scale": 0.25}),
-    "granite": ("Granite", "", {**_GROUPED, "logits_scaling": 4.0}),
-}
-
 
 def tiny_model(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
-    """A random model of a family of :data:`FAMILIES`, 65 symbols, id 0 a frequent answer.
+    """A random model of a family of :data:`medusa.families.FAMILIES`, 65 symbols, id 0 a frequent answer.
 
     ``changes`` override fields of the family's config.
     """
@@ -133,16 +109,20 @@ def random_topology(rng: random.Random, size: int, ranks: int = 6, depth: int | 
     return Topology.from_paths(paths[1:]) if len(paths) > 1 else Topology.root()
 
 
+Scripts = Sequence[Sequence[int]] | Mapping[tuple[int, ...], Sequence[int]]
+
+
 class ScriptedDrafter:
     """Drafts from known continuations: an oracle where they are right, an adversary where they lie.
 
-    ``continuations[row]`` is what follows the row's prompt. Each step proposes a random tree whose rank-0 child is
-    the scripted next token with probability ``honesty`` and whose other tokens are random; some nodes are fillers.
+    ``continuations[row]`` is what follows the row's prompt; in a mapping the key is the prompt. Each step proposes a
+    random tree whose rank-0 child is the scripted next token with probability ``honesty`` and whose other tokens are
+    random; some nodes are fillers.
     """
 
     name = "scripted"
 
-    def __init__(self, continuations: Sequence[Sequence[int]], *, honesty: float, size: int = 8, seed: int = 0) -> None:
+    def __init__(self, continuations: Scripts, *, honesty: float, size: int = 8, seed: int = 0) -> None:
         self.continuations = continuations
         self.honesty = honesty
         self.size = size
@@ -161,11 +141,15 @@ class ScriptedSession:
         self.device = trunk.device
         self.vocab = trunk.vocab_size
         self.rng = random.Random(drafter.seed)
-        self.scripts = [list(script) for script in drafter.continuations]
-        self.at = [1] * len(self.scripts)  # script[0] is the first root, chosen by the prefill
+        self.scripts: list[list[int]] = []
+        self.at: list[int] = []
 
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
-        """The script is all it needs."""
+        """Look up the scripts of these prompts, by their number or by themselves."""
+        known = self.drafter.continuations
+        scripts = [known[tuple(prompt)] for prompt in prompts] if isinstance(known, Mapping) else known
+        self.scripts = [list(script) for script in scripts]
+        self.at = [1] * len(self.scripts)  # script[0] is the first root, chosen by the prefill
 
     def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
         """A random tree per row, all of the same size; rows have different topologies."""
@@ -209,6 +193,11 @@ class ScriptedSession:
         """Keep only ``rows``."""
         self.scripts = [self.scripts[row] for row in rows]
         self.at = [self.at[row] for row in rows]
+
+    def admit(self, slots: Sequence[int], other: ScriptedSession) -> None:
+        """Take over the scripts of another session's rows."""
+        for slot, script, at in zip(slots, other.scripts, other.at, strict=True):
+            self.scripts[slot : slot + 1], self.at[slot : slot + 1] = [script], [at]
 
 
 def recompute(trunk: Trunk, ids: Sequence[int]) -> Tensor:

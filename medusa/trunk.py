@@ -1,6 +1,6 @@
 """The trunk: any Hugging Face causal language model, frozen, driven with token trees.
 
-One of the two files that know transformers' forwards. No modelling code is forked: a tree is verified through a 4-D
+One of the files that know transformers' models. No modelling code is forked: a tree is verified through a 4-D
 attention mask, explicit positions and our own cache class. Whether a family can be driven this way exactly is not
 assumed but checked at load.
 
@@ -16,21 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from medusa.cache import LayerShape, PlaneShape, SlotCache
-from medusa.errors import UserError, reason
-from medusa.family import context, refuse_by_config, turning_point, windows
+from medusa.errors import UserError
+from medusa.family import context, refuse_by_config, text_config, turning_point, windows
 from medusa.fingerprint import fingerprint
-from medusa.machine import as_dtype, pick_device
-from medusa.mask import attention_bias
+from medusa.loading import load_model
+from medusa.mask import attention_bias, positions
+from medusa.prefill import prefill
 from medusa.selfcheck import check_tree, projects_directly
 from medusa.tree import DraftTree
-
-# What the library raises for a folder that is broken in one way or another.
-LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -55,14 +52,11 @@ class Trunk:
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, *, check: bool = True) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.config = model.config.get_text_config()
         self.family: str = model.config.model_type
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise UserError(
-                f"model type {self.family!r} is an encoder-decoder: a trunk must be a causal language model"
-            )
         parameters = inspect.signature(model.forward).parameters
-        refuse_by_config(self.family, self.config, "position_ids" in parameters)
+        stateful = bool(getattr(model, "_is_stateful", False))
+        refuse_by_config(self.family, model.config, "position_ids" in parameters, stateful)
+        self.config = text_config(model.config)
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         if self._head is None:
             raise UserError(f"model type {self.family!r} has no language-modelling head: give a causal language model")
@@ -89,41 +83,32 @@ class Trunk:
         device: str | torch.device = "auto",
         revision: str | None = None,
         check: bool = True,
+        adapter: str | Path | None = None,
         **options: Any,
     ) -> Trunk:
-        """Load a folder or hub id with its tokenizer; ``options`` go to ``from_pretrained``."""
-        name = str(name)
-        if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-            raise UserError(f"no trunk at {name}: give a folder saved by save_pretrained, or a hub id")
-        name = str(Path(name).expanduser()) if name.startswith("~") else name
-        try:
-            config = AutoConfig.from_pretrained(name, revision=revision)
-            if getattr(config, "is_encoder_decoder", False):
-                raise UserError(
-                    f"trunk {name} is of type {config.model_type!r}, an encoder-decoder: give a causal language model"
-                )
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                name, dtype=as_dtype(dtype), revision=revision, output_loading_info=True, **options
-            )
-            if loading["missing_keys"]:  # the library fills them with random numbers and a line in the log
-                raise UserError(
-                    f"trunk {name} lacks the weights {', '.join(sorted(loading['missing_keys'])[:3])}: get the whole"
-                    " checkpoint"
-                )
-            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-        except LOADING_ERRORS as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(
-                f"trunk {name} can't be loaded: {reason(error)[:200]} (give a folder or a hub id)"
-            ) from error
-        placed = getattr(model, "hf_device_map", None) is not None  # by accelerate, over several devices
-        return cls(model if placed else model.to(pick_device(device)), tokenizer, check=check)
+        """Load a folder or hub id with its tokenizer.
+
+        ``adapter``: a folder or hub id of a peft adapter to put on it (LoRA and its kin); a folder that holds an
+        adapter alone brings its base. The adapter's weights stay beside the model's, so heads made for the base fit,
+        and what is decoded is the adapted model's text. ``options`` go to ``from_pretrained``:
+        ``quantization_config``, ``gguf_file``, ``device_map``, ``attn_implementation``, ``trust_remote_code``,
+        ``subfolder``, ``token`` and so on. With a ``device_map`` the model stays where that puts it.
+
+        Raises:
+            UserError: nothing there, broken or incomplete files, or a kind of model that can't be a trunk.
+        """
+        model, tokenizer = load_model(
+            name, dtype=dtype, device=device, revision=revision, adapter=adapter, options=options
+        )
+        return cls(model, tokenizer, check=check)
 
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
-        return self._embedding.weight.device
+        at: torch.device = self._embedding.weight.device
+        if at.type == "meta":  # offloaded: fetched to where it works for each forward
+            return torch.device(self._embedding._hf_hook.execution_device)
+        return at
 
     @property
     def vocab_size(self) -> int:
@@ -162,7 +147,7 @@ class Trunk:
         return frozenset([eos] if isinstance(eos, int) else eos or ())
 
     def fingerprint(self) -> str:
-        """Identity of the source weights, the same for any dtype or quantisation they are loaded in."""
+        """Identity of the source weights, the same for any dtype, quantisation or adapter they are loaded with."""
         return fingerprint(self.model)
 
     def new_cache(self, rows: int) -> SlotCache:
@@ -233,36 +218,25 @@ class Trunk:
         return given | {"return_dict": True}
 
     def prefill(self, ids_BT: Tensor, lengths: Sequence[int], cache: SlotCache) -> tuple[Tensor, Tensor, TrunkOutput]:
-        """Read right-padded prompts into an empty cache.
+        """Read right-padded texts, ``lengths`` tokens of each, behind what the rows hold: nothing, or their beginning.
 
-        Returns the logits [B, V] and state [B, D] of each row's last real token, and the whole output.
+        Returns the logits [B, V] and state [B, D] of each row's last real token, and an output whose ``hidden`` covers
+        all of ``ids_BT``.
         """
-        rows_B = torch.arange(len(lengths), device=ids_BT.device)
-        last_B = torch.tensor(lengths, device=ids_BT.device) - 1
-        kept = torch.unique(last_B)  # logits of these columns alone: all of them would be T x V per row
-        cache.reserve(ids_BT.shape[1])
-        positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None].expand_as(ids_BT)
-        output = self.forward(ids_BT, cache, None, positions, keep=kept)
-        cache.set_lengths(lengths)
-        return output.logits[rows_B, torch.searchsorted(kept, last_B)], output.hidden[rows_B, last_B], output
+        return prefill(self, ids_BT, lengths, cache)
 
-    def tree_forward(self, tree: DraftTree, cache: SlotCache) -> TrunkOutput:
-        """Score every node of every row's tree in one forward: logits [B, N, V], hidden [B, N, D]."""
-        lengths = cache.lengths
-        total = cache.reserve(tree.size)
-        if len(set(lengths)) == 1:
-            positions_BN = (tree.shape.depths + lengths[0]).expand_as(tree.tokens_BN)
-        else:
-            positions_BN = torch.tensor(lengths, device=tree.tokens_BN.device)[:, None] + tree.shape.depths
-        horizon = self.horizon(min(lengths))
-        if horizon is not None and cache.longest + tree.shape.levels > horizon:
-            positions_BN = positions_BN.clamp(max=horizon - 1)  # nodes beyond it are past a row's limit
+    def tree_forward(self, tree: DraftTree, cache: SlotCache, keep: int | Tensor = 0) -> TrunkOutput:
+        """Score every node of every row's tree in one forward: logits [B, N, V], hidden [B, N, D].
+
+        ``keep`` is that of :meth:`forward`.
+        """
+        shape, lengths, total = tree.shape, cache.lengths, cache.reserve(tree.size)
+        horizon = self.horizon(cache.longest)  # rows that live lie on one side of it; a released one has no length
         masks = {
-            kind: attention_bias(tree.shape, lengths, total, self.dtype, window)
-            for kind, window in self.windows.items()
+            kind: attention_bias(shape, lengths, total, self.dtype, window) for kind, window in self.windows.items()
         }
         mask = masks if self._by_type else masks["full_attention"]
-        return self.forward(tree.tokens_BN, cache, mask, positions_BN)
+        return self.forward(tree.tokens_BN, cache, mask, positions(shape, lengths, horizon), keep)
 
     @torch.no_grad()
     def _find_layers(self) -> list[LayerShape]:

@@ -45,7 +45,21 @@ LAYERS: list[tuple[str, list[str]]] = [
             "medusa.weights",
         ],
     ),
-    ("L0", ["medusa.accept", "medusa.mask", "medusa.rules", "medusa.sampling", "medusa.tree"]),
+    (
+        "L0",
+        [
+            "medusa.accept",
+            "medusa.filters",
+            "medusa.laws",
+            "medusa.mask",
+            "medusa.penalties",
+            "medusa.processing",
+            "medusa.processors",
+            "medusa.rules",
+            "medusa.sampling",
+            "medusa.tree",
+        ],
+    ),
     (
         "L1",
         [
@@ -55,8 +69,11 @@ LAYERS: list[tuple[str, list[str]]] = [
             "medusa.family",
             "medusa.fingerprint",
             "medusa.heads",
+            "medusa.loading",
+            "medusa.prefill",
             "medusa.selfcheck",
             "medusa.trunk",
+            "medusa.vocabulary",
         ],
     ),
     ("L2", ["medusa.drafters"]),
@@ -66,8 +83,10 @@ LAYERS: list[tuple[str, list[str]]] = [
             "medusa.broken",
             "medusa.calibrate",
             "medusa.decoding",
+            "medusa.families",
             "medusa.lawkit",
             "medusa.lawtoys",
+            "medusa.requests",
             "medusa.testing",
         ],
     ),
@@ -81,19 +100,35 @@ FREE_INSIDE = ["medusa.configs", "medusa.data", "medusa.infer", "medusa.train"]
 
 # Every other import inside one layer is written down: who -> whom. Keys and values may be packages.
 SIDEWAYS = {
-    "medusa.accept": ["medusa.sampling", "medusa.tree"],
+    "medusa.accept": ["medusa.laws", "medusa.tree"],
     "medusa.calibrate": ["medusa.decoding"],
-    "medusa.checkpoint": ["medusa.fingerprint", "medusa.heads", "medusa.trunk"],
+    "medusa.checkpoint": ["medusa.fingerprint", "medusa.heads", "medusa.trunk", "medusa.vocabulary"],
     "medusa.dialects": ["medusa.checkpoint", "medusa.heads", "medusa.trunk"],
     "medusa.drafters": ["medusa.drafters.base", "medusa.drafters.children"],
+    "medusa.data.inspect": ["medusa.configs"],
+    "medusa.decoding": ["medusa.requests"],
     "medusa.lawkit": ["medusa.decoding"],
     "medusa.lawtoys": ["medusa.lawkit"],
+    "medusa.laws": ["medusa.processors", "medusa.sampling", "medusa.tree"],
     "medusa.mask": ["medusa.tree"],
-    "medusa.heads": ["medusa.selfcheck", "medusa.trunk"],
-    "medusa.rules": ["medusa.accept", "medusa.sampling", "medusa.tree"],
+    "medusa.penalties": ["medusa.tree"],
+    "medusa.processors": ["medusa.penalties", "medusa.processing"],
+    "medusa.heads": ["medusa.selfcheck", "medusa.trunk", "medusa.vocabulary"],
+    "medusa.loading": ["medusa.family"],
+    "medusa.prefill": ["medusa.cache", "medusa.trunk"],
+    "medusa.rules": ["medusa.accept", "medusa.laws", "medusa.sampling", "medusa.tree"],
+    "medusa.sampling": ["medusa.filters"],
     "medusa.selfcheck": ["medusa.trunk"],
-    "medusa.testing": ["medusa.decoding"],
-    "medusa.trunk": ["medusa.cache", "medusa.family", "medusa.fingerprint", "medusa.selfcheck"],
+    "medusa.testing": ["medusa.decoding", "medusa.families"],
+    "medusa.trunk": [
+        "medusa.cache",
+        "medusa.family",
+        "medusa.fingerprint",
+        "medusa.loading",
+        "medusa.prefill",
+        "medusa.selfcheck",
+    ],
+    "medusa.vocabulary": ["medusa.trunk"],
 }
 
 # Corpora know nothing of models, recipes nothing of code.
@@ -101,7 +136,7 @@ BASE_ONLY = ["medusa.configs", "medusa.data"]
 
 # Inside medusa/ (not train/, infer/, data/), where transformers is known. testing: configurations of tiny models;
 # encoding: the type of its tokenizers.
-TRANSFORMERS_USERS = ["medusa.cache", "medusa.encoding", "medusa.testing", "medusa.trunk"]
+TRANSFORMERS_USERS = ["medusa.cache", "medusa.encoding", "medusa.loading", "medusa.testing", "medusa.trunk"]
 
 # Optional or slow to import: inside the function that needs them, and only in the packages named.
 EVERYWHERE = ["medusa"]
@@ -110,9 +145,10 @@ LAZY = {
     "datasets": ["medusa.data", "medusa.train"],
     "deepspeed": ["medusa.data", "medusa.train"],
     "fastapi": ["medusa.infer.server"],
+    "gguf": ["medusa.data"],
     "jsonargparse": EVERYWHERE,
     "matplotlib": EVERYWHERE,
-    "peft": ["medusa.data", "medusa.train"],
+    "peft": ["medusa.data", "medusa.loading", "medusa.train"],
     "rich": EVERYWHERE,
     "uvicorn": ["medusa.infer.server"],
     "wandb": ["medusa.data", "medusa.train"],

@@ -8,8 +8,9 @@ Dimensions: B batch, D hidden, N nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from medusa.accept import Acceptance
@@ -22,7 +23,10 @@ class DraftSession(Protocol):
     """What a drafter remembers about a batch of rows."""
 
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
-        """Take in the prompts and the trunk's output on them; ``hidden_BD`` is each row's last state."""
+        """Take in the prompts and the trunk's output on them; ``hidden_BD`` is each row's last state.
+
+        Where a prompt goes on from a past (:class:`medusa.requests.Past`), ``output`` covers what follows it alone.
+        """
         ...
 
     def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
@@ -41,6 +45,18 @@ class DraftSession(Protocol):
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``, in that order."""
         ...
+
+    def admit(self, slots: Sequence[int], other: Any) -> None:
+        """Let the rows of ``other``, a session of the same drafter, take over ``slots``; beyond the end they append."""
+        ...
+
+
+def place(rows: Tensor, slots: Sequence[int], new: Tensor) -> Tensor:
+    """A copy of ``rows`` [B, ..] with ``new`` in ``slots``; slots beyond the end append."""
+    more = max(0, max(slots) + 1 - len(rows))
+    placed = torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])])
+    placed[list(slots)] = new
+    return placed
 
 
 class Drafter(Protocol):

@@ -129,16 +129,28 @@ def _apart(q_BWV: Tensor, brood: Brood, top_Bn: Tensor) -> Tensor:
 
 
 def sampled_tree(
-    shape: Shape, root_B1: Tensor, picks: Sequence[Picked], vocab: int, place_N: Tensor | None = None
+    shape: Shape,
+    root_B1: Tensor,
+    picks: Sequence[Picked],
+    vocab: int,
+    place_N: Tensor | None = None,
+    draft_ids: Tensor | None = None,
 ) -> DraftTree:
-    """The tree of broods that follow each other, its nodes moved to ``place_N`` where they were numbered otherwise."""
+    """The tree of broods that follow each other, its nodes moved to ``place_N`` where they were numbered otherwise.
+
+    ``draft_ids``: the ids of the tokens that the picks and their laws are of, ascending; None if they are of all.
+    """
     yes_B1 = torch.ones_like(root_B1, dtype=torch.bool)
-    tokens_BN = torch.cat([root_B1, *(pick.tokens_Bn for pick in picks)], 1)
+    drawn = [pick.tokens_Bn if draft_ids is None else draft_ids[pick.tokens_Bn] for pick in picks]
+    tokens_BN = torch.cat([root_B1, *drawn], 1)
     valid_BN = torch.cat([yes_B1, *(pick.valid_Bn for pick in picks)], 1)
     sampled_BN = torch.cat([~yes_B1, *(pick.sampled_Bn for pick in picks)], 1)
     q_BNV = picks[0].q_BWV.new_zeros(*tokens_BN.shape, vocab)
-    for pick in picks:
-        q_BNV[:, pick.brood.parent_W, : pick.q_BWV.shape[-1]] = pick.q_BWV  # ids the tokenizer lacks are never drawn
+    for pick in picks:  # ids that the tokenizer or the draft vocabulary lacks keep 0: they are never drawn
+        if draft_ids is None:
+            q_BNV[:, pick.brood.parent_W, : pick.q_BWV.shape[-1]] = pick.q_BWV
+        else:
+            q_BNV[:, pick.brood.parent_W[:, None], draft_ids] = pick.q_BWV
     if place_N is None:
         return DraftTree(shape, tokens_BN, valid_BN, sampled_BN, q_BNV)
     return DraftTree(shape, *(part[:, place_N] for part in (tokens_BN, valid_BN, sampled_BN, q_BNV)))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medusa.accept import Acceptance
 from medusa.checkpoint import check_depth
+from medusa.drafters.base import place
 from medusa.drafters.children import Brood, Drafting, Picked, likeliest, pick, sampled_tree
 from medusa.errors import UserError
 from medusa.heads import MedusaHeads
@@ -31,10 +32,10 @@ class MedusaDrafter:
 
     def __init__(self, heads: MedusaHeads, topology: Topology, drafting: Drafting | None = None) -> None:
         check_depth(topology, heads.config)
-        if max(topology.ranks) >= heads.trunk.draftable:
+        if max(topology.ranks) >= heads.choices:
             raise UserError(
-                f"the tree takes rank {max(topology.ranks)} of {heads.trunk.draftable} tokens: ranks count from 0 and"
-                " end below the vocabulary's size"
+                f"the tree takes rank {max(topology.ranks)} of {heads.choices} tokens: ranks count from 0 and end below"
+                " the number of tokens that heads draft from"
             )
         self.heads = heads
         self.topology = topology
@@ -113,11 +114,12 @@ class MedusaSession:
         place_N = None if at_once else plan.place_N
         if plan.levels and chance is not None and self.drafter.drafting.draws(chance):
             picks = self._draw_at_once(plan, root_B1, chance) if at_once else self._draw_by_level(plan, root_B1, chance)
-            return sampled_tree(plan.shape, root_B1, picks, self.heads.trunk.vocab_size, place_N)
+            vocab, draft_ids = self.heads.trunk.vocab_size, self.heads.draft_ids
+            return sampled_tree(plan.shape, root_B1, picks, vocab, place_N, draft_ids)
         tokens_BN = root_B1
         if plan.levels and at_once:
             best_BKR = self._logits_at_once(plan, root_B1).topk(plan.all.ranks).indices  # once per head, not per parent
-            tokens_BN = torch.cat([root_B1, best_BKR[:, plan.head_n, plan.all.rank_n]], 1)
+            tokens_BN = torch.cat([root_B1, self.heads.tokens(best_BKR[:, plan.head_n, plan.all.rank_n])], 1)
         elif plan.levels:
             tokens_BN = self._fill_by_level(plan, root_B1, likeliest)
         tokens_BN = tokens_BN if place_N is None else tokens_BN[:, place_N]
@@ -138,7 +140,7 @@ class MedusaSession:
         return picks
 
     def _logits_at_once(self, plan: _Plan, root_B1: Tensor) -> Tensor:
-        """Logits [B, K, V] of the heads that the tree needs, which read no drafted token."""
+        """Logits [B, K, V'] of the heads that the tree needs, which read no drafted token."""
         heads = self.heads
         embedded_B1E = self.drafter.embed(root_B1)
         logits = []
@@ -156,7 +158,7 @@ class MedusaSession:
             context_BW = heads.context(head, embedded_BNE[:, lineage])
             hidden_BWD = self.hidden_BD[:, None].expand(-1, lineage.shape[0], -1)
             logits_BWV = heads.draftable(heads.logits(head, heads.features(head, hidden_BWD, context_BW)))
-            new_Bn = choose(logits_BWV, level)
+            new_Bn = heads.tokens(choose(logits_BWV, level))
             tokens_BN = torch.cat([tokens_BN, new_Bn], 1)
             if head + 1 < len(plan.levels):
                 embedded_BNE = torch.cat([embedded_BNE, self.drafter.embed(new_Bn)], 1)
@@ -170,3 +172,7 @@ class MedusaSession:
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``."""
         self.hidden_BD = self.hidden_BD[list(rows)]
+
+    def admit(self, slots: Sequence[int], other: MedusaSession) -> None:
+        """Take over the states of another session's rows."""
+        self.hidden_BD = place(self.hidden_BD, slots, other.hidden_BD)

@@ -42,3 +42,6 @@ class NullSession:
 
     def select(self, rows: Sequence[int]) -> None:
         """Nothing to drop."""
+
+    def admit(self, slots: Sequence[int], other: NullSession) -> None:
+        """Nothing to take over."""

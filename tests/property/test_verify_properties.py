@@ -2,46 +2,27 @@
 
 from __future__ import annotations
 
-from functools import cache
-
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa.accept import DeterministicRule
 from medusa.lawkit import Constant
-from medusa.sampling import Chance, Laws, SamplingParams
+from medusa.laws import Laws
+from medusa.mask import chain_shape, positions
+from medusa.sampling import Chance, SamplingParams
 from medusa.sampling import draw as draw_token
-from medusa.testing import recompute, tiny_trunk
-from medusa.tree import DraftTree, Shape
+from medusa.testing import recompute
+from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk, TrunkOutput
 
-FAST = settings(max_examples=40, deadline=None)
-FAMILIES = ("llama", "gpt2", "neox", "mistral", "gemma3")
-
-
-@cache
-def trunk_of(family: str) -> Trunk:
-    return tiny_trunk(family)
-
-
-def line_of(parents: list[int], node: int) -> list[int]:
-    """From the root to the node."""
-    line = [node]
-    while parents[line[-1]] >= 0:
-        line.append(parents[line[-1]])
-    return line[::-1]
-
-
-def parents_of(draw: st.DrawFn, size: int) -> list[int]:
-    return [-1, *(draw(st.integers(0, node - 1)) for node in range(1, size))]
+from .helpers import FAMILIES, FAST, line_of, padded, parents_of, tree_of, trunk_of
 
 
 def verify(trunk: Trunk, texts: list[list[int]], tree: DraftTree) -> TrunkOutput:
-    longest = max(map(len, texts))
     slots = trunk.new_cache(len(texts))
-    padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-    trunk.prefill(padded, [len(text) for text in texts], slots)
+    trunk.prefill(padded(texts), [len(text) for text in texts], slots)
     return trunk.tree_forward(tree, slots)
 
 
@@ -54,16 +35,32 @@ def test_a_tree_forward_equals_each_path_alone(data: st.DataObject) -> None:
     texts = draw(st.lists(st.lists(ids, min_size=1, max_size=11), min_size=1, max_size=3))
     size = draw(st.integers(1, 8))
     parents = [parents_of(draw, size)] * len(texts) if draw(st.booleans()) else [parents_of(draw, size) for _ in texts]
-    shape = Shape.of(torch.tensor(parents[:1] if parents[0] is parents[-1] else parents))
     tokens = [[draw(ids) for _ in range(size)] for _ in texts]
-    tree = DraftTree(shape, torch.tensor(tokens), torch.ones(len(texts), size).bool())
-    output = verify(trunk, texts, tree)
+    output = verify(trunk, texts, tree_of(parents[:1] if parents[0] is parents[-1] else parents, tokens))
     for row, text in enumerate(texts):
         for node in range(size):
             plain = text + [tokens[row][each] for each in line_of(parents[row], node)]
             torch.testing.assert_close(output.logits[row, node], recompute(trunk, plain)[-1], rtol=1e-11, atol=1e-11)
             hidden = trunk.forward(torch.tensor([plain])).hidden[0, -1]
             torch.testing.assert_close(output.hidden[row, node], hidden, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_a_chain_made_directly_is_that_of_its_topology(size: int) -> None:
+    made, known = chain_shape(size, "cpu"), Shape.static(Topology.chain(size - 1), "cpu")
+    for name in ("ancestors", "depths", "parents", "paths"):
+        mine, its = getattr(made, name), getattr(known, name)
+        assert mine.dtype == its.dtype and torch.equal(mine, its), name
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [([3, 3], [[3, 4, 4, 5]] * 2), ([0, 4], [[0, 1, 1, 2], [4, 5, 5, 6]])]
+)
+def test_positions_are_length_and_depth_cut_below_the_horizon(lengths: list[int], expected: list[list[int]]) -> None:
+    shape = Shape.of(torch.tensor([[-1, 0, 0, 1]]), 3)
+    for horizon in (None, 99, 7, 6, 5, 4):
+        cut = [[min(place, (horizon or 99) - 1) for place in row] for row in expected]
+        assert positions(shape, lengths, horizon).tolist() == cut
 
 
 @FAST
@@ -74,10 +71,8 @@ def test_prefill_of_a_ragged_batch_equals_each_row_alone(data: st.DataObject) ->
     ids = st.integers(0, trunk.vocab_size - 1)
     texts = draw(st.lists(st.lists(ids, min_size=1, max_size=12), min_size=1, max_size=4))
     pad = draw(ids)
-    longest = max(map(len, texts))
-    padded = torch.tensor([text + [pad] * (longest - len(text)) for text in texts])
     slots = trunk.new_cache(len(texts))
-    logits, hidden, _ = trunk.prefill(padded, [len(text) for text in texts], slots)
+    logits, hidden, _ = trunk.prefill(padded(texts, pad), [len(text) for text in texts], slots)
     assert slots.lengths == [len(text) for text in texts]
     for row, text in enumerate(texts):
         torch.testing.assert_close(logits[row], recompute(trunk, text)[-1], rtol=1e-11, atol=1e-11)

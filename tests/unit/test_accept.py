@@ -13,7 +13,8 @@ import torch
 from medusa.accept import Acceptance, AcceptRule, DeterministicRule
 from medusa.broken import BROKEN
 from medusa.lawkit import Constant
-from medusa.sampling import Chance, Laws, SamplingParams, draw
+from medusa.laws import Laws
+from medusa.sampling import Chance, SamplingParams, draw
 from medusa.tree import DraftTree, Shape, Topology
 
 V = 6

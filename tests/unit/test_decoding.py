@@ -61,6 +61,9 @@ class ChainSession:
     def select(self, rows: Sequence[int]) -> None:
         self.scripts, self.at = [self.scripts[row] for row in rows], [self.at[row] for row in rows]
 
+    def admit(self, slots: Sequence[int], other: ChainSession) -> None:
+        raise AssertionError("no test admits rows to this one")
+
 
 def trunk_of(family: str = "llama") -> Trunk:
     return made_trunk(family)  # one object, however the argument is given
@@ -198,9 +201,8 @@ def test_eos_is_an_ordinary_token_of_the_prompt() -> None:
 
 
 def test_a_row_can_be_ended_from_outside() -> None:
-    decoder = Decoder(trunk_of(), drafters(range(5))["adversary"], [Request(prompt, 20) for prompt in PROMPTS])
-    ids: list[list[int]] = [[] for _ in PROMPTS]
-    steps = [decoder.prefill()]
+    decoder = Decoder(trunk_of(), drafters(range(5))["adversary"])
+    steps = [decoder.admit([Request(prompt, 20) for prompt in PROMPTS])]
     while decoder.live:
         if len(steps) == 2:
             decoder.finish(1)
@@ -270,7 +272,7 @@ def test_rows_near_the_contexts_end_and_far_from_it(family: str) -> None:
 )
 def test_requests_that_can_not_be_served_are_named(request_: Request, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        Decoder(short_trunk("llama"), NullDrafter(), [Request([1], 1), request_])
+        next(decode(short_trunk("llama"), NullDrafter(), [Request([1], 1), request_]))
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
 
 
@@ -282,8 +284,8 @@ def test_rows_that_finish_close_up(name: str) -> None:
     ends = [frozenset({text_of(row)[at]}) for row, at in enumerate((2, 9, 5, 14, 30))]
     expected = [text_of(row)[: text_of(row).index(*ends[row]) + 1] for row in range(5)]
     requests = [Request(prompt, 40, eos) for prompt, eos in zip(PROMPTS, ends, strict=True)]
-    decoder = Decoder(trunk_of(), drafters(range(5))[name], requests)
-    steps, widths = [decoder.prefill()], []
+    decoder = Decoder(trunk_of(), drafters(range(5))[name])
+    steps, widths = [decoder.admit(requests)], []
     while decoder.live:
         widths.append(len(decoder.slots))
         assert set(decoder.slots) >= decoder.live and len(decoder.live) * 2 > len(decoder.slots)
@@ -296,10 +298,12 @@ def test_rows_that_finish_close_up(name: str) -> None:
 def test_interleaved_decoders_of_one_trunk() -> None:
     rows = [[0], [1, 2], [4, 3, 0]]
     made = [
-        Decoder(trunk_of(), drafters(group)[name], [Request(PROMPTS[row], 20) for row in group])
+        Decoder(trunk_of(), drafters(group)[name])
         for group, name in zip(rows, ("none", "heads", "adversary"), strict=True)
     ]
-    steps = [[decoder.prefill()] for decoder in made]
+    steps = [
+        [decoder.admit([Request(PROMPTS[row], 20) for row in group])] for decoder, group in zip(made, rows, strict=True)
+    ]
     while any(decoder.live for decoder in made):
         for decoder, done in zip(made, steps, strict=True):
             if decoder.live:

@@ -9,8 +9,17 @@ import pytest
 import transformers
 
 from medusa.errors import UserError
-from medusa.family import FULL, SLIDING, context, refuse_by_config, turning_point, windows
-from medusa.testing import FAMILIES
+from medusa.families import FAMILIES
+from medusa.family import (
+    FULL,
+    SLIDING,
+    context,
+    other_parts,
+    refuse_attention,
+    refuse_by_config,
+    turning_point,
+    windows,
+)
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 65}
 FACTORS: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
@@ -139,9 +148,9 @@ def test_frequencies_per_layer_type(order: tuple[str, str]) -> None:
 # Refusals.
 
 
-def refusal(config: Any, has_positions: bool = True) -> str:
+def refusal(config: Any, has_positions: bool = True, stateful: bool = False) -> str:
     with pytest.raises(UserError) as caught:
-        refuse_by_config("some_family", config, has_positions)
+        refuse_by_config("some_family", config, has_positions, stateful)
     message = str(caught.value)
     assert "'some_family'" in message and "use a trunk" in message and "\n" not in message
     return message
@@ -152,6 +161,52 @@ def test_no_explicit_positions() -> None:
     assert "ALiBi" in refusal(config_of("Falcon", alibi=True))
     local = transformers.GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]])
     assert "local" in refusal(local)
+    assert "local" not in refusal(config_of("Falcon", alibi=True))
+
+
+def test_a_running_state() -> None:
+    assert "running state" in refusal(plain(), stateful=True)
+    assert "running state" in refusal(transformers.Qwen3NextConfig(), stateful=True)
+
+
+def test_an_encoder_decoder() -> None:
+    assert "encoder-decoder" in refusal(plain(is_encoder_decoder=True))
+    assert "encoder-decoder" in refusal(transformers.T5Config())
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("Gemma3", ["vision_config"]),
+        ("Gemma3n", ["vision_config", "audio_config"]),
+        ("Qwen2VL", ["vision_config"]),
+        ("Llava", ["vision_config"]),
+        ("Qwen2Audio", ["audio_config"]),
+        ("Musicgen", ["audio_encoder"]),
+        ("Git", ["vision_config"]),  # the language model's own config has it
+        ("Fuyu", ["text_config"]),
+        ("Qwen2_5Omni", ["thinker_config", "talker_config", "token2wav_config"]),
+        ("Llama", []),
+        ("Gemma3Text", []),
+        ("Mpt", []),  # its attention has a config of its own
+        ("Dbrx", []),
+    ],
+)
+def test_more_than_a_language_model(name: str, parts: list[str]) -> None:
+    config = getattr(transformers, f"{name}Config")()
+    assert set(other_parts(config)) == set(parts)
+    if parts and not config.is_encoder_decoder:
+        with pytest.raises(UserError, match=f"'some_family' is more than .*{parts[0]}.*give its text model"):
+            refuse_by_config("some_family", config)
+
+
+def test_attentions_that_take_no_mask() -> None:
+    for name in (None, "sdpa", "eager", {"text_config": "sdpa"}):
+        refuse_attention(name)
+        refuse_by_config("some_family", plain(_attn_implementation=name))
+    for name in ("flash_attention_2", "flex_attention", "paged|sdpa"):
+        with pytest.raises(UserError, match="give sdpa or eager"):
+            refuse_by_config("some_family", plain(_attn_implementation=name))
 
 
 @pytest.mark.parametrize(

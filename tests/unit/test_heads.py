@@ -13,7 +13,8 @@ from medusa.accept import DeterministicRule
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.errors import UserError
 from medusa.heads import KINDS, HeadsConfig, MedusaHeads
-from medusa.sampling import Laws, SamplingParams, to_probs
+from medusa.laws import Laws
+from medusa.sampling import SamplingParams, to_probs
 from medusa.testing import VOCAB, plain_greedy, random_heads, random_topology, tiny_model, tiny_trunk
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk

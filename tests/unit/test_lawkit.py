@@ -6,10 +6,12 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from medusa.accept import AcceptRule, DeterministicRule
 from medusa.broken import BROKEN
@@ -32,6 +34,7 @@ from medusa.lawkit import (
     trunk_law,
 )
 from medusa.lawtoys import ToyDrafter, ToyTrunk, examine, perturbed, random_laws
+from medusa.processors import Processing
 from medusa.rules import RecursiveRule, TypicalRule
 from medusa.sampling import ACCEPT, TOKEN, Draws, Key, SamplingParams, to_probs
 from medusa.testing import ScriptedDrafter, memorising_heads, random_heads, recompute, tiny_trunk
@@ -147,6 +150,62 @@ def test_heads_are_lossless(kind: str, mode: str, name: str) -> None:
         assert judge(decoder_run(trunk, drafter, PROMPT, 4, rule, params), truth) is None
     short = truth_of(trunk, params, 3)
     assert judge(decoder_run(trunk, drafter, PROMPT, 3, DeterministicRule(), params), short) is None
+
+
+PROCESSING = Processing(
+    repetition_penalty=1.5, frequency_penalty=0.3, no_repeat_ngram_size=2, begin_suppress_tokens=(0,), min_new_tokens=2
+)
+
+
+def favours_odd_lengths(ids_1T: Tensor, scores_1V: Tensor) -> Tensor:
+    return scores_1V + torch.arange(scores_1V.shape[1]) * (ids_1T.shape[1] % 2)
+
+
+def processed_truth(trunk: Trunk, along: bool, eos: int, tokens: int) -> dict[tuple[int, ...], float]:
+    """Plain decoding, token by token, with the penalties written out."""
+
+    def next_law(text: tuple[int, ...]) -> list[float]:
+        ids, ended = [*PROMPT, *text], eos in text
+        scores = recompute(trunk, ids)[-1].clone()
+        for token in range(len(scores)):
+            if token in ids:
+                scores[token] *= 1.5 if scores[token] < 0 else 1 / 1.5
+            scores[token] -= 0.3 * text.count(token)
+            seen = (ids[-1], token) in pairwise(ids)
+            if seen or (token == 0 and not text) or (token == eos and len(text) < 2):
+                scores[token] = -torch.inf
+        if along:
+            scores += torch.arange(len(scores)) * (len(ids) % 2)
+        return [1.0] + [0.0] * (len(scores) - 1) if ended else scores.softmax(-1).tolist()
+
+    law: Counter[tuple[int, ...]] = Counter()
+    for text, weight in trunk_law(next_law, tokens).items():
+        law[text[: text.index(eos) + 1] if eos in text else text] += weight
+    return dict(law)
+
+
+@pytest.mark.parametrize("along", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_processors_inside_the_tree_are_lossless(kind: str, mode: str, along: bool) -> None:
+    trunk, eos = trunk_of(4), 3
+    heads = random_heads(trunk, HeadsConfig(kind, num=2), scale=0.2)
+    asked = {
+        "processing": PROCESSING,
+        "processor": favours_odd_lengths if along else None,
+        "eos": frozenset({eos}),
+    }
+    truth = processed_truth(trunk, along, eos, 3)
+    assert len(truth) > 3 and distance(truth, processed_truth(trunk, not along, eos, 3)) > 1e-3
+    drafter = MedusaDrafter(heads, Topology.full([2, 1]), Drafting(mode))
+    for rule in (None, RecursiveRule()) if mode == "top" else (None,):
+        assert judge(decoder_run(trunk, drafter, PROMPT, 3, rule, **asked), truth) is None
+
+
+def test_rows_that_join_are_lossless() -> None:
+    trunk, params = trunk_of(3), PARAMS["plain"]
+    drafter = MedusaDrafter(random_heads(trunk, HeadsConfig("root", num=2), scale=0.2), Topology.full([2, 1]))
+    assert judge(decoder_run(trunk, drafter, PROMPT, 3, None, params, most=40), truth_of(trunk, params, 3)) is None
 
 
 @pytest.mark.parametrize("rule", RULES)

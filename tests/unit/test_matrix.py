@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from itertools import product
 
 import pytest
+import torch
 
-from medusa.decoding import Request, decode
+from medusa.decoding import Request, decode, generate_ids
 from medusa.drafters.base import Drafter
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.none import NullDrafter
@@ -163,3 +165,48 @@ def test_other_families(family: str) -> None:
     check(family, NullDrafter(), ALL)
     check(family, heads_drafter(family, "hydra", 16, learnt=True), ALL)
     check(family, scripted(family, ALL, 0.7, size=16), ALL)
+
+
+# Five hundred prompts, every drafter, batches of 1 to 32 with rows joining as others end.
+
+CROWD = random.Random(17)
+MANY = [[CROWD.randrange(VOCAB) for _ in range(CROWD.choice([1, 2, 3, 5, 8, 13, 21]))] for _ in range(500)]
+LIMITS = [CROWD.randint(1, 24) for _ in MANY]
+BATCHES = (1, 2, 3, 8, 17, 32)
+
+
+@cache
+def plain_texts(family: str) -> dict[tuple[int, ...], list[int]]:
+    """Greedy texts by whole forwards without a cache, prompts of one length at once."""
+    texts: dict[tuple[int, ...], list[int]] = {}
+    for size in sorted({len(prompt) for prompt in MANY}):
+        ids_BT = torch.tensor(sorted({tuple(prompt) for prompt in MANY if len(prompt) == size}))
+        for _ in range(max(LIMITS)):
+            with torch.no_grad():
+                next_B = trunk_of(family).model(input_ids=ids_BT).logits[:, -1].argmax(-1)
+            ids_BT = torch.cat([ids_BT, next_B[:, None]], 1)
+        texts |= {tuple(row[:size]): row[size:] for row in ids_BT.tolist()}
+    return texts
+
+
+def crowd_drafter(family: str, name: str) -> Drafter:
+    if name == "none":
+        return NullDrafter()
+    if name in ("oracle", "adversary"):
+        return ScriptedDrafter(plain_texts(family), honesty=1.0 if name == "oracle" else 0.6, size=9, seed=1)
+    return heads_drafter(family, name, 16, learnt=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["none", "oracle", "adversary", *KINDS])
+def test_five_hundred_prompts(family: str, name: str) -> None:
+    trunk, drafter, truth = trunk_of(family), crowd_drafter(family, name), plain_texts(family)
+    requests = [Request(prompt, limit) for prompt, limit in zip(MANY, LIMITS, strict=True)]
+    start, turn = 0, 0
+    while start < len(requests):  # each batch of its own size; every row once
+        most = BATCHES[turn % len(BATCHES)]
+        some = requests[start : start + 3 * most]
+        for request, ids in zip(some, generate_ids(trunk, drafter, some, most=most), strict=True):
+            assert ids == truth[tuple(request.ids)][: request.max_new_tokens]
+        start, turn = start + len(some), turn + 1

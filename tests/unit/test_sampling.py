@@ -6,11 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from medusa.errors import UserError
 from medusa.lawkit import Constant
-from medusa.sampling import ACCEPT, DRAFT, TOKEN, Chance, HashDraws, Key, Laws, SamplingParams, draw, to_probs
+from medusa.laws import Laws
+from medusa.sampling import ACCEPT, DRAFT, TOKEN, Chance, HashDraws, Key, SamplingParams, draw, to_probs
 
 V = 33
 GOLDEN, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
@@ -24,12 +36,20 @@ def logits_of(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
 def library_law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """What `generate(do_sample=True)` samples from."""
     warpers: list[Any] = [TemperatureLogitsWarper(params.temperature)]
+    if params.top_h:
+        warpers.append(TopHLogitsWarper(params.top_h))
     if params.top_k:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
     if params.min_p:
         warpers.append(MinPLogitsWarper(params.min_p))
+    if params.typical_p < 1:
+        warpers.append(TypicalLogitsWarper(params.typical_p))
+    if params.epsilon_cutoff:
+        warpers.append(EpsilonLogitsWarper(params.epsilon_cutoff))
+    if params.eta_cutoff:
+        warpers.append(EtaLogitsWarper(params.eta_cutoff))
     for warper in warpers:
         logits = warper(None, logits)
     return logits.softmax(-1)
@@ -44,6 +64,106 @@ def test_laws_equal_the_librarys(temperature: float, top_k: int, top_p: float, m
     logits = logits_of(1, 4, V)
     expected = library_law(logits[0], params)
     torch.testing.assert_close(to_probs(logits, [params])[0], expected, rtol=1e-12, atol=0)
+
+
+def is_the_librarys(logits: torch.Tensor, params: SamplingParams) -> None:
+    law, expected = to_probs(logits[None], [params])[0], library_law(logits, params)
+    torch.testing.assert_close(law, expected, rtol=1e-12, atol=0)
+    assert torch.equal(law > 0, expected > 0)  # what is filtered out has probability 0, and nothing else has
+
+
+FILTERS: dict[str, list[float]] = {
+    "top_h": [0.01, 0.3, 0.8, 0.95],
+    "top_k": [1, 4, V],
+    "top_p": [0.2, 0.9],
+    "min_p": [0.05, 0.5],
+    "typical_p": [1e-6, 0.2, 0.9, 0.999],
+    "epsilon_cutoff": [1e-4, 0.03, 0.2, 0.99],
+    "eta_cutoff": [1e-4, 0.03, 0.2, 0.99],
+}
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in FILTERS for value in FILTERS[name]])
+def test_each_filter_equals_the_librarys(name: str, value: float, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, **{name: value})
+    for vocabulary in (2, V, 150):  # top-h looks at 100 tokens
+        for scale in (0.05, 2.0, 10.0):  # near uniform: high entropy; near one-hot: low
+            is_the_librarys(logits_of(4, vocabulary, scale=scale), params)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_filters_together_act_in_the_librarys_order(data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(FILTERS)), unique=True, min_size=2))
+    chosen = {name: data.draw(st.sampled_from(FILTERS[name])) for name in names}
+    logits = logits_of(3, V, seed=data.draw(st.integers(0, 999)))
+    forbidden = torch.rand(3, V, generator=torch.Generator().manual_seed(0)) < data.draw(st.sampled_from([0, 0.5]))
+    logits[..., 1:] = logits[..., 1:].masked_fill(forbidden[..., 1:], -torch.inf)  # by a processor, before
+    is_the_librarys(logits, SamplingParams(temperature=data.draw(st.sampled_from([0.7, 1.0])), **chosen))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in FILTERS for value in FILTERS[name]])
+def test_ties_are_resolved_as_the_library_resolves_them(name: str, value: float, temperature: float) -> None:
+    # whole numbers: their differences are exact, so that both see the very same ties
+    params = SamplingParams(temperature=temperature, **{name: value})
+    is_the_librarys(torch.zeros(1, V).double(), params)
+    is_the_librarys(logits_of(6, V, scale=1.5).round(), params)
+    is_the_librarys(logits_of(2, 150, scale=1.5).round(), params)
+
+
+@pytest.mark.parametrize(
+    ("law", "params", "kept"),
+    [
+        ([0.25, 0.25, 0.25, 0.25], {"top_h": 0.5}, 2),  # two terms of four are half of the entropy
+        ([0.5, 0.25, 0.125, 0.125], {"typical_p": 0.25}, 1),  # entropy 1.75 bits: the second is the most typical
+        ([0.5, 0.25, 0.125, 0.125], {"typical_p": 0.25 + 1e-9}, 2),
+        ([0.5, 0.25, 0.25], {"epsilon_cutoff": 0.25}, 3),
+        ([0.5, 0.25, 0.25], {"epsilon_cutoff": 0.25 + 1e-9}, 1),
+        ([0.8 - 1e-9, 0.2 + 1e-9], {"eta_cutoff": 0.2}, 1),  # 0.2 in fp32 is 0.2 + 3e-9
+        ([0.8 - 5e-9, 0.2 + 5e-9], {"eta_cutoff": 0.2}, 2),
+    ],
+)
+def test_filters_at_their_edges(law: list[float], params: dict[str, float], kept: int) -> None:
+    logits = torch.tensor([law], dtype=torch.float64).log()
+    logits -= logits.amax()
+    is_the_librarys(logits, SamplingParams(temperature=1.0, **params))
+    assert (to_probs(logits[None], [SamplingParams(temperature=1.0, **params)]) > 0).sum() == kept
+
+
+def test_typical_p_of_a_mass_that_rounding_never_reaches() -> None:
+    logits = logits_of(20, V)
+    law = to_probs(logits[None], [SamplingParams(temperature=1.0, typical_p=1 - 2**-53)])[0]
+    torch.testing.assert_close(law, logits.softmax(-1), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("vocabulary", [2, V, 150])
+def test_top_h_1_keeps_the_hundred_most_likely(vocabulary: int) -> None:
+    logits = logits_of(4, vocabulary)
+    law = to_probs(logits[None], [SamplingParams(temperature=1.0, top_h=1.0)])[0]
+    torch.testing.assert_close(law, library_law(logits, SamplingParams(temperature=1.0, top_k=100)))
+    assert ((law > 0).sum(-1) == min(vocabulary, 100)).all()
+
+
+@pytest.mark.parametrize("name", sorted(FILTERS))
+def test_each_filter_stands_near_one_hot_laws(name: str) -> None:
+    # every probability but one underflows: entropy 0, logarithms of 0
+    for logits in (torch.tensor([[[1e4, 0.0, -1e4]]]), torch.tensor([[[-torch.inf, 3.0, -torch.inf]]])):
+        for value in FILTERS[name]:
+            law = to_probs(logits, [SamplingParams(temperature=1.0, **{name: value})])
+            assert torch.equal(law, torch.nn.functional.one_hot(logits.argmax(-1), 3).float())
+
+
+def test_rows_that_differ_in_any_filter_keep_their_own_laws() -> None:
+    params = [SamplingParams(temperature=1.0, seed=5)]
+    params += [SamplingParams(temperature=1.0, seed=6, **{name: values[1]}) for name, values in FILTERS.items()]
+    logits = logits_of(1, 1, V).expand(len(params), -1, -1)
+    laws = to_probs(logits, params)
+    for row, param in enumerate(params):
+        for other in params[:row]:  # in pairs: two rows alike in all but one filter are not alike
+            pair = to_probs(logits[:2], [param, other])
+            assert torch.equal(pair[0], laws[row]) and not torch.equal(pair[0], pair[1])
 
 
 def test_top_p_at_its_edges() -> None:
@@ -103,6 +223,15 @@ def test_a_half_precision_trunk_is_sampled_as_the_library_samples_it(dtype: torc
         ("top_p", float("nan")),
         ("min_p", -0.1),
         ("min_p", 1.0),
+        ("top_h", -0.1),
+        ("top_h", 1.1),
+        ("typical_p", 0.0),
+        ("typical_p", 1.1),
+        ("epsilon_cutoff", -0.1),
+        ("epsilon_cutoff", 1.0),
+        ("eta_cutoff", -0.1),
+        ("eta_cutoff", 1.0),
+        ("eta_cutoff", float("nan")),
     ],
 )
 def test_params_out_of_range_are_named(name: str, value: float) -> None:

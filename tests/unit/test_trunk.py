@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from medusa.decoding import Request, generate_ids
+from medusa.decoding import Decoder, Request, generate_ids
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
@@ -162,6 +162,11 @@ def test_families_that_can_not_be_driven_are_refused(family: str, dtype: torch.d
     assert "use a" in one_line(caught)  # the way out
 
 
+def test_a_running_state_is_named() -> None:
+    with pytest.raises(UserError, match="'mamba' keeps a running state"):
+        Trunk(alien("mamba"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [4, 256])  # 256 is the published models' own: no short trial sees it
 def test_gpt_neo_with_local_layers_is_refused(window: int, dtype: torch.dtype) -> None:
@@ -187,6 +192,28 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'t5'.*encoder-decoder") as caught:
         Trunk.load(save(model, tmp_path))
     assert str(tmp_path) in one_line(caught)
+
+
+def small(name: str, **changes: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return getattr(transformers, f"{name}Config")(**(sizes | changes))
+
+
+def test_a_model_that_sees_is_refused() -> None:
+    sight = small("CLIPVision", image_size=28, patch_size=14, projection_dim=32)
+    config = transformers.LlavaConfig(text_config=small("Llama", vocab_size=VOCAB), vision_config=sight)
+    model = transformers.LlavaForConditionalGeneration(config)
+    with pytest.raises(UserError, match=r"'llava'.*vision_config.*give its text model") as caught:
+        Trunk(model)
+    one_line(caught)
+
+
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification", "LlamaForTokenClassification"])
+def test_a_model_without_a_language_modelling_head_is_refused(kind: str) -> None:
+    model = getattr(transformers, kind)(small("Llama", vocab_size=VOCAB))
+    with pytest.raises(UserError, match="'llama' has no language-modelling head") as caught:
+        Trunk(model)
+    one_line(caught)
 
 
 @pytest.mark.parametrize("fault", ["deaf", "shifted"])
@@ -231,6 +258,30 @@ def test_frequencies_that_change_with_length() -> None:
     for prompt, ids in zip(prompts, alone, strict=True):
         assert ids == plain_greedy(trunk, prompt, len(ids))
     assert generate_ids(trunk, NullDrafter(), [Request(prompt, 20) for prompt in prompts]) == alone
+
+
+def test_prompts_on_both_sides_of_the_change_are_decoded_one_side_after_the_other() -> None:
+    trunk = Trunk(longrope())
+    prompts = [[3, 0, 9], [7] * 30, [5] * 14, [8, 1] * 12, [2] * 20]
+    requests = [Request(prompt, 6) for prompt in prompts]
+    alone = [generate_ids(trunk, NullDrafter(), [request])[0] for request in requests]
+    assert generate_ids(trunk, NullDrafter(), requests) == alone == generate_ids(trunk, NullDrafter(), requests, 2)
+    decoder = Decoder(trunk, NullDrafter())
+    decoder.admit(requests[:1])
+    assert not decoder.takes(requests[1]) and decoder.takes(requests[2])
+    with pytest.raises(UserError, match="both sides of position 16"):
+        decoder.admit(requests[1:2])
+
+
+def test_a_past_before_the_change_is_read_again_beyond_it() -> None:
+    trunk = Trunk(longrope())
+    decoder = Decoder(trunk, NullDrafter())
+    decoder.admit([Request([5, 8, 1] * 4, 3)])
+    while decoder.live:
+        decoder.step()
+    prompt = [5, 8, 1] * 7
+    ids = generate_ids(trunk, NullDrafter(), [Request(prompt, 5, past=decoder.past())])
+    assert ids == [plain_greedy(trunk, prompt, 5)]
 
 
 @pytest.mark.parametrize("length", [14, 15, 17, 18, 30])  # they change beyond 16 tokens
