@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
 from medusa.machine import describe, pick_threads
+from medusa.processors import Processing
 from medusa.trunk import Trunk
 
 from .measure import GREEDY, Run, compare, dissect, our_loop, plain_generate
@@ -116,7 +117,13 @@ def check_task(trunk: Trunk, prompts: Sequence[Sequence[int]], options: BenchOpt
             f" {trunk.context}: ask for shorter prompts or fewer tokens"
         )
     undone = {name: value for name, value in GREEDY.items() if name in UNSUPPORTED}  # by plain_generate itself
-    Options.of({"temperature": 0.0, **undone}, trunk)
+    asked, idle = Options.of({"temperature": 0.0, **undone}, trunk).processing, Processing()
+    for name in (field.name for field in fields(Processing)):
+        if name not in GREEDY and getattr(asked, name) != getattr(idle, name):
+            raise UserError(
+                f"the trunk's generation_config sets {name}={getattr(asked, name)!r}, which the timed loop leaves out:"
+                " clear it in generation_config.json"
+            )
 
 
 def bench(

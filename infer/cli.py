@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from .engine import Completion, Engine
 
 
+# Options of Engine.generate that the command line has no words for.
+IN_PYTHON = {"logits_processor", "stopping_criteria", "sequence_bias", "num_return_sequences"}
+
+
 def run(command: str, argv: list[str]) -> int:
     """Run ``medusa COMMAND ARGV``; return the exit code."""
     commands = {"generate": _generate, "calibrate": _calibrate, "bench": _bench}
@@ -50,13 +54,19 @@ def _generate(argv: list[str]) -> int:
         "--threads", type=int, help="processor threads; left out, as many as calibration found best here"
     )
     parser.add_argument("--baseline", action="store_true", help="decode without drafts: the same text, step by step")
-    parser.add_class_arguments(Options, skip={"baseline"})
+    parser.add_argument("--stop_strings", type=str, nargs="+", help="texts that end the text where they first come")
+    parser.add_argument("--logprobs", action="store_true", help="report each token's log-probability; with --json")
+    parser.add_class_arguments(Options, skip={"baseline", "stop_strings", "logprobs", *IN_PYTHON})
     args = parse(parser, argv)
     if args.stream and args.json:
         raise UserError("--stream and --json: the JSON is printed at the end, give one of the two")
+    if (args.logprobs or args.top_logprobs) and not args.json:
+        raise UserError("--logprobs or --top-logprobs without --json, which prints them: add it")
     prompt = _prompt(args)
     engine = _engine(args)
-    options = {field.name: args[field.name] for field in fields(Options)}
+    names = [field.name for field in fields(Options) if field.name not in IN_PYTHON]
+    options = {name: args[name] for name in names if args[name] is not None}  # None would undo the model's own
+    options["logprobs"] = args.logprobs or bool(args.top_logprobs)
     if args.stream:
         completion = _print_stream(engine, prompt, options)
     else:
@@ -133,11 +143,13 @@ def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
 
 def _figures(completion: Completion) -> str:
     tokens = len(completion.token_ids)
+    stop = "" if completion.stop is None else f" {completion.stop!r}"
     seed = "" if completion.seed is None else f", seed {completion.seed}"
+    lossy = "" if completion.lossless else ", lossy"
     return (
         f"{tokens} tokens in {completion.seconds:.2f} s ({tokens / completion.seconds:.0f} tokens/s),"
         f" {completion.steps} steps, {completion.tokens_per_step:.2f} tokens per step,"
-        f" finish reason {completion.finish_reason}{seed}"
+        f" finish reason {completion.finish_reason}{stop}{seed}{lossy}"
     )
 
 

@@ -3,70 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 
 from medusa.checkpoint import MANIFEST, load_heads, load_tree
-from medusa.decoding import Request, Step, decode
+from medusa.decoding import Step, decode
 from medusa.dialects import is_published, load_published, published_tree
 from medusa.drafters.base import Drafter
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.none import NullDrafter
-from medusa.encoding import encode
 from medusa.errors import UserError, nearest
 from medusa.trunk import Trunk
 
-from .options import Options
+from .calls import Call, prepare
+from .inputs import Prompts, read_prompts
 from .source import find, load_trunk
-from .text import Detokeniser
+from .streams import Stream, Streamer, check_streamer, pieces, put_certain
+from .tally import Completion
+
+__all__ = ["Completion", "Engine", "Stream"]
 
 DRAFTERS = ("auto", "none")
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What one prompt was continued with.
-
-    ``text`` is what the new tokens add to the prompt's text, special tokens left out (empty without a tokenizer).
-    ``token_ids`` include the EOS that ended them. ``steps`` counts the trunk's forwards after the prefill.
-    ``finish_reason`` is ``"eos"`` or ``"length"`` (the limit asked for, or the trunk's context). ``accepted[n]`` counts
-    the steps at which n drafted tokens were accepted, before the limit cut any. ``seconds`` run from the prefill to
-    the row's end. ``seed`` is what the row was sampled with, given or drawn; None for a greedy row.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_ids: list[int]
-    steps: int
-    finish_reason: str
-    accepted: list[int]
-    seconds: float
-    seed: int | None
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens emitted by steps / steps; the prefill and its token don't count. 0 if there was no step."""
-        return (len(self.token_ids) - 1) / self.steps if self.steps else 0.0
-
-
-class Stream(Iterator[str]):
-    """A completion's text in pieces of whole characters; ``completion`` is there once the last piece was taken."""
-
-    def __init__(self, pieces: Iterator[str], tally: _Tally) -> None:
-        self._pieces = pieces
-        self._tally = tally
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    @property
-    def completion(self) -> Completion | None:
-        """The whole answer, or None while it is under way."""
-        return self._tally.completion() if self._tally.finish_reason else None
+MAX_ROWS = 32
 
 
 class Engine:
@@ -75,11 +37,18 @@ class Engine:
     Args:
         trunk: the model whose text is produced, and its tokenizer.
         drafter: what guesses ahead; None guesses nothing.
+        max_rows: rows decoded at once; those beyond it begin as others end.
+
+    Raises:
+        UserError: ``max_rows`` below 1.
     """
 
-    def __init__(self, trunk: Trunk, drafter: Drafter | None = None) -> None:
+    def __init__(self, trunk: Trunk, drafter: Drafter | None = None, *, max_rows: int = MAX_ROWS) -> None:
+        if not isinstance(max_rows, int) or isinstance(max_rows, bool) or max_rows < 1:
+            raise UserError(f"max_rows={max_rows!r}: give a whole number from 1")
         self.trunk = trunk
         self.drafter: Drafter = drafter or NullDrafter()
+        self.max_rows = max_rows
 
     @classmethod
     def load(
@@ -91,12 +60,15 @@ class Engine:
         device: str | torch.device = "auto",
         revision: str | None = None,
         check: bool = True,
+        max_rows: int = MAX_ROWS,
+        **trunk_options: Any,
     ) -> Engine:
         """Load a folder made by ``medusa train``, heads as the reference publishes them, or a hub repository of either.
 
         ``drafter``: "auto" for the folder's own heads and tree, "none" to decode without drafts; a plain trunk loads
         only with "none". ``dtype`` and ``device`` are the trunk's ("auto": its own, and a GPU where there is one);
-        ``check`` verifies at load that it can be driven exactly with a token tree.
+        ``check`` verifies at load that it can be driven exactly with a token tree. ``trunk_options`` go to
+        :meth:`medusa.trunk.Trunk.load`: an adapter, and what ``from_pretrained`` takes.
 
         Raises:
             UserError: nothing there, a plain trunk with drafter "auto", or heads that don't belong to the trunk.
@@ -105,8 +77,8 @@ class Engine:
             raise UserError(f"drafter={drafter!r}{nearest(drafter, DRAFTERS)}: choose from {', '.join(DRAFTERS)}")
         folder = find(str(source), revision)
         if folder is not None and ((folder / MANIFEST).is_file() or is_published(folder)):
-            trunk = load_trunk(folder, dtype=dtype, device=device, check=check)
-            return cls(trunk, None if drafter == "none" else _medusa(folder, trunk))
+            trunk = load_trunk(folder, dtype=dtype, device=device, check=check, **trunk_options)
+            return cls(trunk, None if drafter == "none" else _medusa(folder, trunk), max_rows=max_rows)
         if drafter != "none":
             raise UserError(
                 f"{source} has no {MANIFEST}, so no heads: give a folder made by `medusa train`; a plain trunk decodes"
@@ -118,128 +90,105 @@ class Engine:
             device=device,
             revision=None if folder else revision,
             check=check,
+            **trunk_options,
         )
-        return cls(plain)
+        return cls(plain, max_rows=max_rows)
 
     @overload
     def generate(self, prompt: str | list[int], **options: Any) -> Completion: ...
 
     @overload
-    def generate(self, prompt: list[str] | list[list[int]], **options: Any) -> list[Completion]: ...
+    def generate(self, prompt: Any = None, **options: Any) -> Any: ...
 
     def generate(
-        self, prompt: str | list[int] | list[str] | list[list[int]], **options: Any
+        self,
+        prompt: Any = None,
+        *,
+        each: Sequence[Mapping[str, Any]] | None = None,
+        streamer: Streamer | None = None,
+        **options: Any,
     ) -> Completion | list[Completion]:
-        """Continue a prompt, text or token ids, or a batch of them; each row is what it would be alone.
+        """Continue a prompt or a batch of them; each row is what it would be alone.
 
-        ``options`` are the fields of :class:`medusa.infer.options.Options`: ``max_new_tokens``, ``max_length``,
-        ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``seed``, ``eos_token_id``, ``baseline``. Those not given come
-        from the trunk's ``generation_config``, then decoding is greedy. A row that samples without a ``seed`` draws one
-        of its own, and its completion says which.
+        Args:
+            prompt: a text, ids, a tensor of ids [T] or [B, T], or a list of texts, ids or tensors; or what a tokenizer
+                returns, a mapping with ``input_ids`` and perhaps ``attention_mask``, whose pads are dropped on either
+                side. These two may also be keywords, as ``generate`` of transformers takes them.
+            each: every prompt's own options, over the shared ones.
+            streamer: an object with ``put`` and ``end``, such as transformers' ``TextStreamer``; one prompt alone. It
+                gets the prompt's ids, then each token as soon as it is certain.
+            options: the fields of :class:`medusa.infer.options.Options`, named as in transformers, and perhaps a
+                ``generation_config``. Those not given come from the trunk's ``generation_config``, then decoding is
+                greedy; as in transformers, None is a value: it undoes what the config says. A row that samples without
+                a ``seed`` draws one of its own, and its completion says which.
+
+        Returns:
+            The completion of one prompt, or a list in the prompts' order: of a list, of a mapping, of a tensor
+            [B, T], or where ``num_return_sequences`` asks for several.
 
         Raises:
-            UserError: an unknown or unsupported option, a value out of range, a prompt that is empty, too long, of
-                mixed kinds, or with characters the tokenizer does not know.
+            UserError: an unknown or unsupported option, a value out of range, options that contradict each other, a
+                prompt that is empty, too long, of mixed kinds, or with characters the tokenizer does not know.
         """
-        prompts = [prompt] if _is_single(prompt) else prompt
-        drafter, tallies = self._prepare(prompts, options)
-        steps = decode(self.trunk, drafter, [tally.request for tally in tallies])
-        for step, seconds in _timed(steps):
+        prompts, call = self._prepare(prompt, options, each)
+        if streamer is not None:
+            check_streamer(streamer, len(call.tallies))
+            streamer.put(torch.tensor([call.requests[0].ids]))
+        told = 0
+        for step, seconds in self._run(call):
             for row in step.tokens:
-                tallies[row].add(row, step, seconds)
-        for tally in tallies:
-            tally.say(tally.ids, last=True)
-        completions = [tally.completion() for tally in tallies]
-        return completions[0] if _is_single(prompt) else completions
+                call.tallies[row].add(row, step, seconds)
+            if streamer is not None:
+                told += put_certain(streamer, call.tallies[0], told)
+        if streamer is not None:
+            streamer.end()
+        completions = [tally.completion() for tally in call.tallies]
+        return completions[0] if prompts.single and len(completions) == 1 else completions
 
-    def stream(self, prompt: str | list[int], **options: Any) -> Stream:
+    def stream(self, prompt: Any = None, **options: Any) -> Stream:
         """Continue one prompt piece by piece; the pieces joined are the completion's text. Options as in ``generate``.
 
         Raises:
-            UserError: as ``generate``, at the call and not at the first piece; also for an engine without tokenizer.
+            UserError: as ``generate``, at the call and not at the first piece; also for several prompts, and for an
+                engine without tokenizer.
         """
-        if not _is_single(prompt):
-            raise UserError("stream takes one prompt, a text or a list of ids: give a batch to generate")
-        if self.trunk.tokenizer is None:
+        if self.trunk.tokenizer is None and not isinstance(prompt, str):
             raise UserError("this engine's trunk has no tokenizer to make text with: use generate for token ids")
-        drafter, (tally,) = self._prepare([prompt], options)
-        steps = decode(self.trunk, drafter, [tally.request])
-        first = next(timed := _timed(steps))  # a prompt that can't be decoded is refused here
-        return Stream(_pieces(first, timed, tally), tally)
+        _, call = self._prepare(prompt, options, options.pop("each", None))
+        if len(call.tallies) != 1:
+            raise UserError(f"stream takes one prompt and not {len(call.tallies)}: give a batch to generate")
+        timed = self._run(call)
+        first = next(timed)  # a prompt that can't be decoded is refused here
+        return Stream(pieces(first, timed, call.tallies[0]), call.tallies[0])
 
-    def _prepare(self, prompts: Any, given: dict[str, Any]) -> tuple[Drafter, list[_Tally]]:
-        options = Options.of(given, self.trunk)
-        tallies = []
-        for ids in self._encode(prompts):
-            detokeniser = Detokeniser(self.trunk.tokenizer, ids) if self.trunk.tokenizer is not None else None
-            tallies.append(_Tally(options.request(self.trunk, ids), detokeniser))
-        return NullDrafter() if options.baseline else self.drafter, tallies
+    def _prepare(
+        self, prompt: Any, options: dict[str, Any], each: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[Prompts, Call]:
+        named = [name for name in ("inputs", "input_ids") if options.get(name) is not None]
+        times = len(named) + (prompt is not None)
+        if times > 1:
+            raise UserError(f"a prompt is given {times} times: leave all but one out")
+        extra = {name: options.pop(name, None) for name in ("inputs", "input_ids", "attention_mask", "token_type_ids")}
+        if extra["token_type_ids"] is not None and not named:
+            raise UserError("token_type_ids beside a prompt: a trunk reads ids alone, leave it out")
+        if named:
+            prompt = {"input_ids": extra[named[0]], "token_type_ids": extra["token_type_ids"]}
+        tokenizer, vocabulary = self.trunk.tokenizer, self.trunk.vocab_size
+        prompts = read_prompts(prompt, extra["attention_mask"], tokenizer, vocabulary)
+        return prompts, prepare(self.trunk, self.drafter, prompts.rows, options, each)
 
-    def _encode(self, prompts: Any) -> list[list[int]]:
-        """Token ids of prompts that are all texts or all ids; an empty one becomes the BOS."""
-        if not isinstance(prompts, (list, tuple)) or not prompts:
-            raise UserError(f"prompt {prompts!r:.60}: give a text, a list of token ids, or a list of either, not empty")
-        tokenizer = self.trunk.tokenizer
-        if all(isinstance(prompt, str) for prompt in prompts):
-            if tokenizer is None:
-                raise UserError(f"prompt {prompts[0]!r:.60}: the trunk has no tokenizer: give token ids")
-            rows = [encode(tokenizer, prompt, add_special_tokens=True) for prompt in prompts]
-        elif all(_is_ids(prompt) for prompt in prompts):
-            rows = [list(prompt) for prompt in prompts]
-        else:
-            raise UserError(f"prompt {prompts!r:.60}: give texts alone or lists of token ids alone")
-        if all(rows):
-            return rows
-        bos = tokenizer.bos_token_id if tokenizer is not None else None
-        if bos is None:
-            raise UserError(
-                f"prompt {rows.index([])} is empty and the tokenizer has no BOS to begin with: give at least one token"
-            )
-        return [row or [bos] for row in rows]
-
-
-class _Tally:
-    """One row's account while it is decoded."""
-
-    def __init__(self, request: Request, detokeniser: Detokeniser | None) -> None:
-        self.request = request
-        self.detokeniser = detokeniser
-        self.ids: list[int] = []
-        self.pieces: list[str] = []
-        self.accepted: list[int] = []  # per step
-        self.finish_reason = ""
-        self.seconds = 0.0
-
-    def add(self, row: int, step: Step, seconds: float) -> None:
-        """Count a step that served ``row``, this row's number in the batch; ``seconds`` since decoding began."""
-        self.ids += step.tokens[row]
-        if step.nodes:
-            self.accepted.append(step.accepted[row])
-        self.finish_reason = step.finished.get(row, "")
-        self.seconds = seconds
-
-    def say(self, tokens: Sequence[int], last: bool) -> str:
-        """The text that ``tokens`` bring."""
-        if self.detokeniser is None:
-            return ""
-        piece = self.detokeniser.push(tokens) + (self.detokeniser.finish() if last else "")
-        self.pieces.append(piece)
-        return piece
-
-    def completion(self) -> Completion:
-        """The account closed."""
-        law = self.request.sampling
-        histogram = [self.accepted.count(length) for length in range(max(self.accepted, default=-1) + 1)]
-        return Completion(
-            text="".join(self.pieces),
-            token_ids=self.ids,
-            prompt_ids=list(self.request.ids),
-            steps=len(self.accepted),
-            finish_reason=self.finish_reason,
-            accepted=histogram,
-            seconds=self.seconds,
-            seed=law.seed if law.temperature > 0 else None,
-        )
+    def _run(self, call: Call) -> Generator[tuple[Step, float], None, None]:
+        """The steps, each with the seconds spent in decoding so far; what the consumer does in between is left out."""
+        steps = decode(self.trunk, call.drafter, call.requests, call.rule, most=self.max_rows)
+        spent = 0.0
+        with closing(steps):
+            while True:
+                start = time.perf_counter()
+                step = next(steps, None)
+                if step is None:
+                    return
+                spent += time.perf_counter() - start
+                yield step, spent
 
 
 def _medusa(folder: Path, trunk: Trunk) -> MedusaDrafter:
@@ -248,37 +197,3 @@ def _medusa(folder: Path, trunk: Trunk) -> MedusaDrafter:
         return MedusaDrafter(heads, published_tree(folder, heads.config))
     heads = load_heads(folder, trunk)
     return MedusaDrafter(heads, load_tree(folder, heads.config))
-
-
-def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
-    """Each step with the seconds spent in decoding so far; what the consumer does in between does not count."""
-    spent = 0.0
-    while True:
-        start = time.perf_counter()
-        step = next(steps, None)
-        if step is None:
-            return
-        spent += time.perf_counter() - start
-        yield step, spent
-
-
-def _pieces(first: tuple[Step, float], rest: Iterator[tuple[Step, float]], tally: _Tally) -> Iterator[str]:
-    step, seconds = first
-    while True:
-        tally.add(0, step, seconds)
-        piece = tally.say(step.tokens[0], last=bool(tally.finish_reason))
-        if piece:
-            yield piece
-        if tally.finish_reason:
-            return
-        step, seconds = next(rest)
-
-
-def _is_ids(prompt: object) -> bool:
-    if not isinstance(prompt, (list, tuple)):
-        return False
-    return all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
-
-
-def _is_single(prompt: object) -> bool:
-    return isinstance(prompt, str) or (_is_ids(prompt) and bool(prompt))

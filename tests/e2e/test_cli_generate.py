@@ -128,9 +128,60 @@ def test_eos_ids_end_the_text(checkpoint: Path, medusa: Run) -> None:
     assert (found["token_ids"], found["finish_reason"]) == (ids[: ids.index(ids[4]) + 1], "eos")
 
 
+def test_options_of_the_engine_have_the_same_names(checkpoint: Path, medusa: Run) -> None:
+    engine = Engine.load(checkpoint)
+    plain = engine.generate("O", max_new_tokens=25)
+    stop = plain.text[6:8]
+    cases: list[tuple[list[object], dict]] = [
+        (["--repetition-penalty", 1.7], {"repetition_penalty": 1.7}),
+        (["--no_repeat_ngram_size", 2, "--frequency-penalty", 3], {"no_repeat_ngram_size": 2, "frequency_penalty": 3}),
+        (["--bad-words-ids", "[[3], [5, 6]]"], {"bad_words_ids": [[3], [5, 6]]}),
+        (["--suppress-tokens", f"[{plain.token_ids[0]}]"], {"suppress_tokens": plain.token_ids[:1]}),
+        (["--stop-strings", stop, "[x", "--include-stop", "false"], {"stop_strings": [stop], "include_stop": False}),
+        (["--stop-strings", stop], {"stop_strings": stop}),
+        (["--do-sample", "true", "--seed", 3, "--top-h", 0.5], {"do_sample": True, "seed": 3, "top_h": 0.5}),
+        (["--temperature", 1, "--seed", 3, "--drafting", "top"], {"temperature": 1, "seed": 3, "drafting": "top"}),
+        (["--min-new-tokens", 3, "--eos-token-id", plain.token_ids[1]], {"eos_token_id": plain.token_ids[1]}),
+        (["--exponential-decay-length-penalty", "[2, 1.5]", "--eos-token-id", 3], {}),
+    ]
+    cases[-2][1]["min_new_tokens"] = 3
+    cases[-1][1].update(exponential_decay_length_penalty=(2, 1.5), eos_token_id=3)
+    for argv, options in cases:
+        expected = engine.generate("O", max_new_tokens=25, **options)
+        code, out, err = medusa("generate", checkpoint, "--prompt", "O", "--max-new-tokens", 25, *argv)
+        assert (code, out) == (0, f"O{expected.text}\n"), err
+        assert f"finish reason {expected.finish_reason}" in err
+        assert (f"stop {stop!r}" in err) == (expected.stop is not None)
+
+
+def test_logprobs_are_in_the_json(checkpoint: Path, medusa: Run) -> None:
+    expected = Engine.load(checkpoint).generate("O", max_new_tokens=4, top_logprobs=2)
+    argv = ("generate", checkpoint, "--prompt", "O", "--max-new-tokens", 4, "--json")
+    found = json.loads(medusa(*argv, "--top-logprobs", 2)[1])
+    assert found["logprobs"] == expected.logprobs
+    assert [{int(key): value for key, value in top.items()} for top in found["top_logprobs"]] == expected.top_logprobs
+    found = json.loads(medusa(*argv, "--logprobs")[1])
+    assert (found["logprobs"], found["top_logprobs"]) == (expected.logprobs, None)
+    assert json.loads(medusa(*argv)[1])["logprobs"] is None
+
+
+def test_lossy_acceptance_is_named(checkpoint: Path, medusa: Run) -> None:
+    argv = ("generate", checkpoint, "--prompt", "O", "--max-new-tokens", 4, "--temperature", 1)
+    _, out, err = medusa(*argv, "--acceptance", "typical", "--json")
+    assert json.loads(out)["lossless"] is False and err.rstrip().endswith(", lossy")
+    _, out, err = medusa(*argv, "--json")
+    assert json.loads(out)["lossless"] is True and "lossy" not in err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--prompt", "O", "--logprobs"], "without --json"),
+        (["--prompt", "O", "--top-logprobs", "2", "--stream"], "without --json"),
+        (["--prompt", "O", "--acceptance", "tipical"], "did you mean typical?"),
+        (["--prompt", "O", "--do-sample", "true", "--temperature", "0"], "do_sample=True and temperature=0"),
+        (["--prompt", "O", "--stop-strings", ""], "none empty"),
+        (["--prompt", "O", "--logits-processor", "x"], "unknown option"),
         (["--prompt", "O", "--max-new-token", "5"], "did you mean max_new_tokens?"),
         (["--prompt", "O", "--num-beams", "5"], "unknown option 'num-beams'"),
         (["--prompt", "O", "--temperature", "-1"], "temperature=-1"),

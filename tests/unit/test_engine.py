@@ -126,17 +126,32 @@ def test_two_streams_at_once_do_not_meet(engine: Engine) -> None:
 
 def test_threads_share_an_engine(engine: Engine) -> None:
     prompts = ["ROMEO:", "What", "O", "My lord"]
-    found: dict[str, str] = {}
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "seed": 4},
+        {"stop_strings": ["e", "a"], "include_stop": False, "repetition_penalty": 1.3},
+    ]
+    tasks = [(prompt, options) for prompt in prompts for options in kinds]
+    expected = [engine.generate(prompt, max_new_tokens=15, **options) for prompt, options in tasks]
+    found: dict[int, Any] = {}
 
-    def work(prompt: str) -> None:
-        found[prompt] = engine.generate(prompt, max_new_tokens=15).text
+    def work(number: int) -> None:
+        prompt, options = tasks[number]
+        if number % 2:
+            found[number] = engine.generate(prompt, max_new_tokens=15, **options)
+            return
+        stream = engine.stream(prompt, max_new_tokens=15, **options)
+        text = "".join(stream)
+        found[number] = stream.completion
+        assert stream.completion is not None and stream.completion.text == text
 
-    threads = [threading.Thread(target=work, args=(prompt,)) for prompt in prompts]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(tasks))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {prompt: engine.generate(prompt, max_new_tokens=15).text for prompt in prompts}
+    for number, row in enumerate(expected):
+        assert (found[number].text, found[number].token_ids, found[number].stop) == (row.text, row.token_ids, row.stop)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 8])
@@ -249,9 +264,6 @@ def test_a_greedy_row_has_no_seed(engine: Engine) -> None:
         ({"max_tokens": 5}, r"unknown option 'max_tokens' \(did you mean max_new_tokens\?\)"),
         ({"temprature": 1.0}, r"did you mean temperature\?"),
         ({"num_beams": 4}, "num_beams=4 is not supported"),
-        ({"repetition_penalty": 1.2}, r"repetition_penalty=1\.2 is not supported"),
-        ({"stop_strings": ["x"]}, r"stop_strings=\['x'\] is not supported"),
-        ({"do_sample": True}, "temperature=0 is greedy"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"max_new_tokens": "5"}, "max_new_tokens='5': give a whole number"),
         ({"max_new_tokens": 2, "max_length": 20}, "give one of the two"),
@@ -280,19 +292,6 @@ def test_what_does_nothing_is_let_pass(engine: Engine) -> None:
     assert engine.generate("O", max_new_tokens=5, temperature=0, top_p=0.5, **neutral).token_ids == expected
 
 
-def test_a_generation_config_that_cannot_be_followed_is_refused(engine: Engine, configured: Any) -> None:
-    configured.repetition_penalty = 1.3
-    way_out = r"generation_config sets repetition_penalty=1\.3, .* or give repetition_penalty=1\.0 to Engine\.generate"
-    with pytest.raises(UserError, match=way_out):
-        engine.generate("O", max_new_tokens=5)
-    assert engine.generate("O", max_new_tokens=5, repetition_penalty=1.0).token_ids
-    configured.repetition_penalty = None
-    configured.typical_p = 0.5
-    assert engine.generate("O", max_new_tokens=5).token_ids  # acts on sampling alone
-    with pytest.raises(UserError, match="typical_p"):
-        engine.generate("O", max_new_tokens=5, temperature=1.0)
-
-
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -303,7 +302,9 @@ def test_a_generation_config_that_cannot_be_followed_is_refused(engine: Engine, 
         (["O", [1]], "texts alone or lists of token ids alone"),
         ([1, "O"], "texts alone"),
         (7, "give a text"),
+        (None, "give a text"),
         ([[True]], "texts alone"),
+        ([[1, -1]], "prompt 0 has token id -1: ids lie in"),
         ("100%", r"character '1' \(U\+0031\) at offset 0"),
         ([[1, 65]], "token id 65"),
         (["O" * 128], "may reach 128"),
@@ -313,11 +314,6 @@ def test_refuses_prompts(engine: Engine, prompt: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         engine.generate(prompt, max_new_tokens=5)
     assert "\n" not in str(caught.value)
-
-
-def test_a_stream_takes_one_prompt(engine: Engine) -> None:
-    with pytest.raises(UserError, match="one prompt"):
-        engine.stream(["O", "P"])  # type: ignore[arg-type]
 
 
 def test_without_a_tokenizer_there_are_ids_alone() -> None:
@@ -335,6 +331,51 @@ def test_loads_a_trunk_alone_when_asked(folder: Path, engine: Engine) -> None:
         plain = Engine.load(source, drafter="none", check=False)
         out = plain.generate("ROMEO:", max_new_tokens=10)
         assert (out.token_ids, out.steps) == (expected, 9)
+
+
+def test_what_the_trunk_takes_is_handed_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    load = Trunk.load
+
+    def spy(*args: Any, **options: Any) -> Trunk:
+        asked.append(options)
+        return load(*args, **{name: value for name, value in options.items() if name != "adapter"})
+
+    monkeypatch.setattr(Trunk, "load", spy)
+    more: dict[str, Any] = {"attn_implementation": "eager", "adapter": "some/adapter"}
+    for source, drafter in ((folder, "auto"), (folder / "trunk", "none")):
+        engine = Engine.load(source, drafter=drafter, check=False, max_rows=3, **more)
+        assert engine.trunk.model.config._attn_implementation == "eager"
+        assert engine.max_rows == 3
+    assert [{name: options[name] for name in more} for options in asked] == [more, more]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_no_more_rows_at_once_than_allowed(engine: Engine, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["ROMEO:", "O", "What say you, my lord? I will not", "so", "Thus", "And then"]
+    limits = [{"max_new_tokens": count} for count in (9, 2, 20, 1, 13, 4)]
+    few = Engine(engine.trunk, engine.drafter, max_rows=rows)
+    sizes: list[int] = []
+    forward = engine.trunk.forward
+
+    def spy(ids_BT: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(len(ids_BT))
+        return forward(ids_BT, *args, **options)
+
+    monkeypatch.setattr(engine.trunk, "forward", spy)
+    drawn: dict[str, Any] = {"temperature": 0.9, "seed": 3}
+    for options in ({}, drawn):
+        found = few.generate(prompts, each=limits, **options)
+        alone = [engine.generate(prompt, **each, **options) for prompt, each in zip(prompts, limits, strict=True)]
+        assert [row.token_ids for row in found] == [row.token_ids for row in alone]
+        assert [row.steps for row in found] == [row.steps for row in alone]
+    assert max(sizes) == rows
+
+
+@pytest.mark.parametrize("rows", [0, -1, True, 2.5, "3"])
+def test_refuses_numbers_of_rows(engine: Engine, rows: Any) -> None:
+    with pytest.raises(UserError, match="max_rows="):
+        Engine(engine.trunk, max_rows=rows)
 
 
 def test_loads_in_another_dtype(folder: Path) -> None:
