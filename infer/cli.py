@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .engine import Completion, Engine
 
 
+NODES = 16  # tokens of a trial forward: about as many as a tree has nodes
+
 # Options of Engine.generate that the command line has no words for.
 IN_PYTHON = {"logits_processor", "stopping_criteria", "sequence_bias", "num_return_sequences"}
 
@@ -51,7 +53,7 @@ def _generate(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print text, ids and figures as one JSON object")
     _add_machine(parser)
     parser.add_argument(
-        "--threads", type=int, help="processor threads; left out, as many as calibration found best here"
+        "--threads", type=int, help="processor threads; left out, as many as calibration, or a trial, finds best here"
     )
     parser.add_argument("--baseline", action="store_true", help="decode without drafts: the same text, step by step")
     parser.add_argument("--stop_strings", type=str, nargs="+", help="texts that end the text where they first come")
@@ -101,6 +103,7 @@ def _engine(args: jsonargparse.Namespace) -> Engine:
     threads = args.threads
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
         threads = _calibrated_threads(Path(args.run).expanduser())
+        threads = threads or _fastest_threads(engine.trunk, [0] * NODES)
     _set_threads(threads)
     return engine
 
@@ -225,7 +228,7 @@ def _fastest_threads(trunk: Trunk, prompt: list[int]) -> int | None:
 
     if trunk.device.type != "cpu":
         return None
-    ids_1T = torch.tensor([prompt[:16]])
+    ids_1T = torch.tensor([prompt[:NODES]])
     return pick_threads(lambda: trunk.forward(ids_1T))
 
 

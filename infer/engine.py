@@ -20,7 +20,9 @@ from medusa.errors import UserError, nearest
 from medusa.trunk import Trunk
 
 from .calls import Call, prepare
+from .chat import Conversation, chat, stream_chat
 from .inputs import Prompts, read_prompts
+from .messages import Message
 from .source import find, load_trunk
 from .streams import Stream, Streamer, check_streamer, pieces, put_certain
 from .tally import Completion
@@ -160,6 +162,25 @@ class Engine:
         timed = self._run(call)
         first = next(timed)  # a prompt that can't be decoded is refused here
         return Stream(pieces(first, timed, call.tallies[0]), call.tallies[0])
+
+    def chat(self, messages: Sequence[Message], **options: Any) -> Completion:
+        """Answer messages, dicts with role and content, as the tokenizer's chat template puts them.
+
+        ``options`` are those of ``generate``, and ``tools`` and ``chat_template_kwargs`` for the template. The EOS that
+        ends the answer is not in its text.
+
+        Raises:
+            UserError: no chat template, messages that can't be answered or fill the context, or as ``generate``.
+        """
+        return chat(self, messages, **options)
+
+    def stream_chat(self, messages: Sequence[Message], **options: Any) -> Stream:
+        """:meth:`chat` piece by piece; errors come at the call and not at the first piece."""
+        return stream_chat(self, messages, **options)
+
+    def conversation(self, system: str | None = None, **options: Any) -> Conversation:
+        """Turns that read only what is new, with the options of :meth:`chat`; see the class."""
+        return Conversation(self, system, **options)
 
     def _prepare(
         self, prompt: Any, options: dict[str, Any], each: Sequence[Mapping[str, Any]] | None

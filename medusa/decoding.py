@@ -91,9 +91,8 @@ class Decoder:
         """Prefill a cache with prompts, or with what follows the past of the only one."""
         past = requests[0].past
         assert len(requests) == 1 or all(request.past is None for request in requests), "a past comes alone"
-        cache, known = self.trunk.new_cache(len(requests)), 0
-        if past is not None and self.trunk.horizon(len(past.ids)) == self.trunk.horizon(len(requests[0].ids)):
-            known = past.known(requests[0].ids)  # beyond a change of the rotary frequencies nothing of it would hold
+        cache = self.trunk.new_cache(len(requests))
+        known = 0 if past is None else past.known(requests[0].ids, self.trunk)
         if past is not None and known:
             cache = past.cache
             cache.set_lengths([known])

@@ -51,10 +51,15 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+LOST = 20  # times slower at once: waiting for each other, and no outlier
+ENOUGH_S = 2.0  # seconds spent on finding out
+
+
 def pick_threads(work: Callable[[], object], repeats: int = 5) -> int:
     """Time ``work`` on one thread and on all of them, in turns, and keep torch at the faster; return that number.
 
-    More threads are not always faster: two on a machine that is busy otherwise can be several times slower than one.
+    More threads are not always faster: two on a machine that is busy otherwise can be tens of times slower than one.
+    Work that takes long is timed less often, and only once where that is so.
     """
     counts = [1, torch.get_num_threads()]
     if counts[1] == 1:
@@ -62,11 +67,14 @@ def pick_threads(work: Callable[[], object], repeats: int = 5) -> int:
     times: dict[int, list[float]] = {count: [] for count in counts}
     best = counts[1]
     try:
-        for _ in range(repeats):
+        for turn in range(repeats):
             for count in counts:
                 torch.set_num_threads(count)
                 times[count].append(seconds(work))
-        best = min(counts, key=lambda count: median(times[count][1:]))  # the first call warms up
+            one, all_ = times[1], times[counts[1]]
+            if all_[0] > LOST * one[0] or (turn and sum(one) + sum(all_) > ENOUGH_S):
+                break
+        best = min(counts, key=lambda count: median(times[count][1:] or times[count]))  # the first call warms up
     finally:
         torch.set_num_threads(best)
     return best

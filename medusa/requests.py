@@ -34,10 +34,15 @@ class Past:
         cache.set_lengths([size])
         return cls(list(text[:size]), cache)
 
-    def known(self, prompt: Sequence[int]) -> int:
-        """How many tokens of ``prompt`` need not be read again; at least one always is, for its state."""
+    def known(self, prompt: Sequence[int], trunk: Trunk) -> int:
+        """How many tokens of ``prompt`` need not be read again; at least one always is, for its state.
+
+        None where the past, or what is common, lies on the other side of a change of the trunk's rotary frequencies.
+        """
         same = takewhile(lambda pair: pair[0] == pair[1], zip(self.ids, prompt, strict=False))
-        return min(sum(1 for _ in same), len(prompt) - 1)
+        size = min(sum(1 for _ in same), len(prompt) - 1)
+        sides = {trunk.horizon(each) for each in (len(self.ids), size, len(prompt))}
+        return size if len(sides) == 1 else 0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ SHORTER = {
     "bench": ["--prompts", "1", "--repeats", "1", "--max-new-tokens", "8"],
     "calibrate": ["--prompts", "2", "--tokens", "8", "--rounds", "1", "--sizes", "1", "3"],
 }
-NEEDS_THE_WORLD = ("data", "trunk")  # a corpus from the web or a package index: tests/unit/test_tinyshakespeare.py
+NEEDS_THE_WORLD = ("data", "trunk", "chat")  # from the web or a package index: test_tinyshakespeare.py, test_trunks.py
 
 
 def blocks(language: str) -> list[str]:

@@ -308,6 +308,7 @@ def test_threads_are_those_of_the_calibration_on_such_a_machine(
 ) -> None:
     chosen: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", chosen.append)
+    monkeypatch.setattr("medusa.machine.pick_threads", lambda work: work() is None or 5)
     monkeypatch.delenv("OMP_NUM_THREADS")
     argv = ("generate", checkpoint, "--prompt", "O", "--max-new-tokens", 1)
     try:
@@ -321,7 +322,7 @@ def test_threads_are_those_of_the_calibration_on_such_a_machine(
         assert medusa(*argv)[0] == 0
     finally:
         (checkpoint / "calibration.json").unlink()
-    assert chosen == [7, 3]
+    assert chosen == [7, 3, 5]  # on another machine a trial decides
 
 
 @pytest.mark.parametrize("command", ["generate", "calibrate", "bench"])

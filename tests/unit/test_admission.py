@@ -167,7 +167,7 @@ def test_a_past_that_differs_is_cut_where_it_does(prompt: list[int], known: int)
     while first.live:
         first.step()
     past = first.past()
-    assert past.known(prompt) == known
+    assert past.known(prompt, trunk) == known
     ids = generate_ids(trunk, NullDrafter(), [Request(prompt, 6, past=past)])
     assert ids == [plain_greedy(trunk, prompt, 6)]
 

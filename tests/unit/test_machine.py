@@ -14,12 +14,12 @@ from medusa.machine import as_dtype, describe, pick_device, pick_threads, second
 
 
 class FakeThreads:
-    """Torch's setting, and a clock whose calls last as long as ``lasts[threads]`` says, one entry per call."""
+    """Torch's setting, and a clock whose calls last as long as ``lasts[threads]`` says, in 1/128 s per call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lasts: dict[int, list[float]], threads: int) -> None:
         self.threads = threads
         self.calls: list[int] = []
-        self._lasts = {count: iter(times) for count, times in lasts.items()}
+        self._lasts = {count: iter([time / 128 for time in times]) for count, times in lasts.items()}
         monkeypatch.setattr(torch, "get_num_threads", lambda: self.threads)
         monkeypatch.setattr(torch, "set_num_threads", self._set)
         self._now = 0.0
@@ -49,6 +49,18 @@ def test_the_first_call_and_an_outlier_do_not_decide(monkeypatch: pytest.MonkeyP
     # without the first calls the medians are 1.5 and 2, with them 2 and 1.5
     fake = FakeThreads(monkeypatch, {1: [9.0, 1.0, 2.0], 4: [0.1, 1.5, 2.5]}, threads=4)
     assert pick_threads(fake.work, repeats=3) == 1 == fake.threads
+
+
+def test_threads_that_wait_for_each_other_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeThreads(monkeypatch, {1: [10.0], 4: [201.0]}, threads=4)
+    assert pick_threads(fake.work) == 1 == fake.threads
+    fake = FakeThreads(monkeypatch, {1: [10.0] * 5, 4: [199.0, *[9.0] * 4]}, threads=4)
+    assert pick_threads(fake.work) == 4 and len(fake.calls) == 8  # a slow start; then two seconds are enough
+
+
+def test_long_work_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeThreads(monkeypatch, {1: [900.0, 120.0], 4: [100.0, 110.0]}, threads=4)
+    assert pick_threads(fake.work) == 4 and fake.calls == [1, 4, 1, 4]
 
 
 def test_one_thread_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import torch
 from medusa.accept import DeterministicRule
 from medusa.errors import UserError
 from medusa.lawkit import Constant
-from medusa.rules import RecursiveRule, TypicalRule
 from medusa.laws import Laws
+from medusa.rules import RecursiveRule, TypicalRule
 from medusa.sampling import ACCEPT, TOKEN, Chance, HashDraws, Key, SamplingParams, draw
 from medusa.testing import random_topology
 from medusa.tree import DraftTree, Shape, Topology

@@ -284,6 +284,18 @@ def test_a_past_before_the_change_is_read_again_beyond_it() -> None:
     assert ids == [plain_greedy(trunk, prompt, 5)]
 
 
+@pytest.mark.parametrize("common", [3, 15, 16, 17, 20])
+def test_a_common_beginning_before_the_change_is_read_again_too(common: int) -> None:
+    trunk, first = Trunk(longrope()), [5, 8, 1, 40] * 7
+    decoder = Decoder(trunk, NullDrafter())
+    decoder.admit([Request(first, 3)])
+    while decoder.live:
+        decoder.step()
+    prompt = [*first[:common], *[9] * 10, *first[common:]]
+    ids = generate_ids(trunk, NullDrafter(), [Request(prompt, 5, past=decoder.past())])
+    assert ids == [plain_greedy(trunk, prompt, 5)]
+
+
 @pytest.mark.parametrize("length", [14, 15, 17, 18, 30])  # they change beyond 16 tokens
 def test_texts_that_begin_near_or_beyond_the_change(length: int) -> None:
     trunk, prompt = Trunk(longrope()), [index * 5 % VOCAB for index in range(length)]
