@@ -1,7 +1,7 @@
-"""Prompts cut from held-out text: the same call gives the same ones, evenly spread.
+"""Prompts from held-out text or conversations: the same call gives the same ones, evenly spread.
 
-The text has two halves that share no token: by prompts of the first, heads are judged and trees chosen; a benchmark
-takes its prompts from the second.
+Both have two halves that share no token: by prompts of the first, heads are judged and trees chosen; a benchmark takes
+its prompts from the second.
 """
 
 from __future__ import annotations
@@ -9,13 +9,67 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from medusa.errors import UserError
 
+from .corpus import DataConfig, tokenise
+from .examples import Example, make_examples
+from .records import format_of
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
 Half = Literal["judging", "benchmark"]
+Documents = Sequence[Tensor] | Sequence[Example]
+
+
+def heldout_documents(
+    heldout: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: DataConfig, first: int = 0
+) -> Documents:
+    """What ``heldout_prompts`` takes prompts from: token ids of texts, or examples of anything else.
+
+    ``first`` is the number of the first row, for errors. Raises as ``tokenise`` and ``make_examples``.
+    """
+    if format_of(heldout) == "text":
+        return tokenise(heldout, tokenizer)
+    return make_examples(heldout, tokenizer, config, first).items
+
+
+def heldout_prompts(documents: Documents, count: int, length: int, half: Half) -> list[list[int]]:
+    """``count`` prompts of one half: cut from texts, or the whole of what decoding is given before an answer.
+
+    ``length``: the tokens of each, of conversations at most so many. Raises as ``cut_prompts`` and ``chat_prompts``.
+    """
+    examples = [each for each in documents if isinstance(each, Example)]
+    if examples:
+        return chat_prompts(examples, count, length, half)
+    return cut_prompts([each for each in documents if isinstance(each, Tensor)], count, length, half)
+
+
+def chat_prompts(examples: Sequence[Example], count: int, most: int, half: Half) -> list[list[int]]:
+    """``count`` different prompts of at most ``most`` tokens from the rows of one half, evenly spread.
+
+    A prompt is never cut: it is what stands before an answer, the header of the assistant's turn included.
+
+    Raises:
+        UserError: that half has fewer of them.
+    """
+    rows = sorted({example.row for example in examples})
+    middle = rows[len(rows) // 2]
+    mine = [example for example in examples if (example.row < middle) == (half == "judging")]
+    whole = {tuple(example.ids[:end].tolist()): None for example in mine for end in example.prompts if end}
+    short = [list(prompt) for prompt in whole if len(prompt) <= most]
+    if len(short) < count:
+        raise UserError(
+            f"half of the held-out conversations have {len(short)} different prompts of at most {most} tokens (and"
+            f" {len(whole) - len(short)} longer ones) and {count} are asked for: ask for fewer or allow longer ones, or"
+            " hold out more"
+        )
+    return [short[index * len(short) // count] for index in range(count)]
 
 
 def cut_prompts(documents: Sequence[Tensor], count: int, length: int, half: Half) -> list[list[int]]:

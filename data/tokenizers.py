@@ -68,8 +68,13 @@ def load_tokenizer(
     """Return the tokenizer that ``config.tokenizer`` names: "trunk" (saved with ``trunk``), "char", "bpe", or another.
 
     "char" takes its alphabet from both splits, so that held-out text never holds an unknown character; "bpe" is trained
-    on ``train`` alone. Raises UserError when a name or folder has no tokenizer.
+    on ``train`` alone. Raises UserError when a name or folder has no tokenizer, or one can't be made of this text.
     """
+    if config.tokenizer in ("char", "bpe") and "text" not in train.column_names:
+        raise UserError(
+            f"tokenizer {config.tokenizer!r} is made from plain texts, and {config.source!r} holds none: name one that"
+            " exists"
+        )
     if config.tokenizer == "char":
         alphabet: set[str] = set()
         for split in (train, heldout):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from .measure import GREEDY, Run, compare, dissect, our_loop, plain_generate
 from .options import UNSUPPORTED, Options
 from .summary import accepted_by_depth, repeated, speedup, summary
 
+if TYPE_CHECKING:
+    from medusa.data.prompts import Documents
+
 REFERENCE, NULL = "generate", NullDrafter.name
 DISSECTED = 4  # prompts whose steps are taken apart: some hundred steps, enough for medians
 LOSS_ROWS = 128, 256  # rows and tokens each: the mean is then good to about 0.01 nats
@@ -39,7 +42,7 @@ class BenchOptions:
 
     Args:
         prompts: held-out prompts, 1 or more.
-        prompt_length: tokens per prompt.
+        prompt_length: tokens per prompt; of a conversation, the most.
         max_new_tokens: tokens that every run emits, 2 or more; nothing ends a run earlier.
         repeats: runs of each contender on each prompt.
         seed: of the bootstrap behind the intervals.
@@ -71,7 +74,7 @@ def run_bench(
 
     Returns the exit code: 1 if an output differs from plain ``generate`` by more than a near-tie, else 0.
     """
-    from medusa.data.prompts import cut_prompts
+    from medusa.data.prompts import heldout_prompts
     from medusa.progress import progress
 
     from .engine import Engine
@@ -83,7 +86,7 @@ def run_bench(
     check_writable(target, "name another folder with --out")  # before minutes of measuring
     engine = Engine.load(run, dtype=dtype, device=device)
     documents = heldout_documents(run)
-    prompts = cut_prompts(documents, options.prompts, options.prompt_length, "benchmark")
+    prompts = heldout_prompts(documents, options.prompts, options.prompt_length, "benchmark")
     heldout = _loss_rows(documents, engine.trunk)
     with progress(3 * len(prompts) * options.repeats + min(len(prompts), DISSECTED), "benchmark") as advance:
         report = bench(engine.trunk, engine.drafter, prompts, options, heldout=heldout, advance=advance)
@@ -92,13 +95,14 @@ def run_bench(
     return 0 if report["identical"]["ok"] else 1
 
 
-def _loss_rows(documents: Sequence[Tensor], trunk: Trunk) -> list[list[int]]:
-    """Rows of held-out text for the trunk's loss; none where its documents are too short for them."""
+def _loss_rows(documents: Documents, trunk: Trunk) -> list[list[int]]:
+    """Rows of held-out text for the trunk's loss; none of conversations, or where documents are too short for them."""
     from medusa.data.prompts import cut_prompts
 
     count, length = LOSS_ROWS
+    texts = [document for document in documents if isinstance(document, Tensor)]
     try:
-        return cut_prompts(documents, count, min(length, trunk.context or length), "benchmark")
+        return cut_prompts(texts, count, min(length, trunk.context or length), "benchmark")
     except UserError:  # too short, which the report says; prompts are shorter, so there may well be some
         return []
 

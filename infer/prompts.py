@@ -1,14 +1,13 @@
-"""Held-out prompts of a run: cut from the end of the text that its ``config.yaml`` names, which training never saw."""
+"""Held-out prompts of a run, from the end of the text that its ``config.yaml`` names, which training never saw."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from torch import Tensor
-
 from medusa.checkpoint import read_manifest, trunk_source
-from medusa.data.corpus import load_texts, tokenise
-from medusa.data.prompts import Half, cut_prompts
+from medusa.data import prompts
+from medusa.data.corpus import load_texts
+from medusa.data.prompts import Documents, Half
 
 from .recipe import data_config
 
@@ -16,19 +15,23 @@ from .recipe import data_config
 def heldout_prompts(folder: str | Path, count: int, length: int, half: Half = "benchmark") -> list[list[int]]:
     """``count`` prompts of ``length`` tokens from one half of the held-out text, evenly spread, the same each time.
 
+    Of conversations they are what stands before an answer, ``length`` tokens at most.
+
     Heads are judged, and trees chosen, by prompts of the half "judging": those of "benchmark" share no token with them.
 
     Raises:
         UserError: the folder has no ``config.yaml`` or no trunk, the text can't be had, or it is too short.
     """
-    return cut_prompts(heldout_documents(folder), count, length, half)
+    return prompts.heldout_prompts(heldout_documents(folder), count, length, half)
 
 
-def heldout_documents(folder: str | Path) -> list[Tensor]:
-    """Token ids of all held-out documents, the very ones that training cuts in halves. Raises as heldout_prompts."""
+def heldout_documents(folder: str | Path) -> Documents:
+    """All held-out documents, the very ones that training cuts in halves. Raises as heldout_prompts."""
     from transformers import AutoTokenizer
 
     folder = Path(folder).expanduser()
-    _, heldout = load_texts(data_config(folder))
+    config = data_config(folder)
+    train, heldout = load_texts(config)
     manifest = read_manifest(folder)
-    return tokenise(heldout, AutoTokenizer.from_pretrained(trunk_source(folder, manifest), revision=manifest.revision))
+    tokenizer = AutoTokenizer.from_pretrained(trunk_source(folder, manifest), revision=manifest.revision)
+    return prompts.heldout_documents(heldout, tokenizer, config, first=len(train))

