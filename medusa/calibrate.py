@@ -133,10 +133,10 @@ def grow(ranks: Sequence[Tensor], size: int) -> Topology:
     return Topology.from_paths(paths) if paths else Topology.root()
 
 
-def tokens_per_step(topology: Topology, ranks: Sequence[Tensor]) -> float:
-    """Walk the continuations as decoding would: tokens emitted / verifier forwards, prefill not counted."""
+def accepted_lengths(topology: Topology, ranks: Sequence[Tensor]) -> list[int]:
+    """Walk the continuations as decoding would: how many drafted tokens each step accepts."""
     paths = set(topology.paths)
-    tokens = steps = 0
+    lengths = []
     for row in ranks:
         lines = [tuple(line) for line in row.tolist()]
         at = 0
@@ -144,10 +144,26 @@ def tokens_per_step(topology: Topology, ranks: Sequence[Tensor]) -> float:
             accepted = 0
             while lines[at][: accepted + 1] in paths and accepted < topology.depth:
                 accepted += 1
-            steps += 1
+            lengths.append(accepted)
             at += accepted + 1
-        tokens += len(lines)
-    return tokens / steps if steps else 1.0
+    return lengths
+
+
+def tokens_per_step(topology: Topology, ranks: Sequence[Tensor]) -> float:
+    """Tokens emitted / verifier forwards on the continuations, prefill not counted."""
+    steps = len(accepted_lengths(topology, ranks))
+    return sum(map(len, ranks)) / steps if steps else 1.0
+
+
+def acceptance(topology: Topology, ranks: Sequence[Tensor]) -> list[float]:
+    """For each depth of the tree, of the steps that accepted all above it the share that accepted its token too.
+
+    What the tree lacks is not accepted: a node without children ends the walk as a wrong guess does. The mean accepted
+    length is the sum over depths of the product of these shares down to each.
+    """
+    lengths = accepted_lengths(topology, ranks)
+    reached = [sum(length >= depth for length in lengths) for depth in range(topology.depth + 1)]
+    return [reached[depth + 1] / max(reached[depth], 1) for depth in range(topology.depth)]
 
 
 @dataclass(frozen=True)

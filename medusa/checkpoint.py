@@ -1,27 +1,31 @@
 """The checkpoint folder: heads, tree and the trunk they belong to.
 
-``medusa.json`` (format, head sizes, trunk and its fingerprint), ``heads.safetensors``, ``tree.json``, and ``trunk/``
-where the trunk was made here.
+``medusa.json`` (format, head sizes, trunk and its fingerprint), ``heads.safetensors`` (their weights, and the ids of
+their draft vocabulary if they have one), ``tree.json``, and ``trunk/`` where the trunk was made here.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from medusa.errors import UserError, reason
 from medusa.files import read_json, write_atomically, write_json
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.tree import Topology
 from medusa.trunk import Trunk
+from medusa.vocabulary import check_ids
 
 FORMAT = 1
 MANIFEST, WEIGHTS, TREE = "medusa.json", "heads.safetensors", "tree.json"
+DRAFT_IDS = "draft_ids"  # the tensor beside the weights: which tokens the heads draft from
 # What training and calibration leave beside them.
 CONFIG, RUN, LOG, CALIBRATION = "config.yaml", "run.json", "train_log.jsonl", "calibration.json"
 
@@ -47,7 +51,10 @@ def save_heads(folder: Path, heads: MedusaHeads, trunk: str, revision: str | Non
     if local := Path(trunk).is_dir():
         trunk = os.path.relpath(Path(trunk).resolve(), folder.resolve())
     manifest = Manifest(heads.config, trunk, heads.trunk.fingerprint(), revision, local)
-    write_json(folder / MANIFEST, {"format": FORMAT, **asdict(manifest)})
+    content = {"format": FORMAT, **asdict(manifest)}
+    # Left out where there is none, so that heads without these can still be read by versions that know neither.
+    content["heads"] = {name: value for name, value in content["heads"].items() if value is not None}
+    write_json(folder / MANIFEST, content)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -57,9 +64,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder / MANIFEST} has format {content.get('format')}: this version reads format {FORMAT}")
     del content["format"]
     heads = content.get("heads")
-    kinds = {field.name: type(field.default) for field in fields(HeadsConfig)}
+    kinds = {
+        field.name: (int, type(None)) if field.default is None else (type(field.default),)
+        for field in fields(HeadsConfig)
+    }
     if not isinstance(heads, dict) or any(not isinstance(heads.get(name), kind) for name, kind in kinds.items()):
-        needed = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
+        needed = ", ".join(
+            f"{name} ({kind[0].__name__}{' or none' if kind[1:] else ''})" for name, kind in kinds.items()
+        )
         raise UserError(
             f"{folder / MANIFEST}: heads need {needed}, found {heads}; train the heads anew with `medusa train`"
         )
@@ -95,7 +107,6 @@ def load_heads(folder: Path, trunk: Trunk) -> MedusaHeads:
             f"heads in {folder} were trained for trunk {manifest.fingerprint}, this trunk is {found}: load the trunk"
             f" they name ({manifest.trunk}), or train heads for this one"
         )
-    heads = MedusaHeads(manifest.heads, trunk)
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path} does not exist: train the heads anew with `medusa train`")
@@ -103,16 +114,33 @@ def load_heads(folder: Path, trunk: Trunk) -> MedusaHeads:
         weights = load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path} can't be read ({error}): train the heads anew with `medusa train`") from error
-    expected = {name: tuple(value.shape) for name, value in heads.state_dict().items()}
-    for name in sorted(expected.keys() | weights.keys()):
-        found_shape = tuple(weights[name].shape) if name in weights else "missing"
-        if found_shape != expected.get(name):
-            raise UserError(
-                f"{path}: tensor {name} is {found_shape}, the heads of {MANIFEST} need"
-                f" {expected.get(name, 'none of that name')}: the two files don't belong together"
-            )
+    heads = MedusaHeads(manifest.heads, trunk, _draft_ids(path, weights, manifest.heads, trunk), initialise=False)
+    _check_shapes(path, weights, {name: tuple(value.shape) for name, value in heads.state_dict().items()})
     heads.load_state_dict(weights)
     return heads.eval()
+
+
+def _draft_ids(path: Path, weights: Mapping[str, Tensor], config: HeadsConfig, trunk: Trunk) -> Tensor | None:
+    """The ids of the draft vocabulary, if the heads have one."""
+    if config.vocab is None:
+        return None
+    _check_shapes(path, {name: weights[name] for name in weights if name == DRAFT_IDS}, {DRAFT_IDS: (config.vocab,)})
+    try:
+        check_ids(weights[DRAFT_IDS], config.vocab, trunk)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return weights[DRAFT_IDS]
+
+
+def _check_shapes(path: Path, weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse tensors that are missing, left over or mis-shaped."""
+    for name in sorted(expected.keys() | weights.keys()):
+        found = tuple(weights[name].shape) if name in weights else "missing"
+        if found != expected.get(name):
+            raise UserError(
+                f"{path}: tensor {name} is {found}, the heads of {MANIFEST} need"
+                f" {expected.get(name, 'none of that name')}: the two files don't belong together"
+            )
 
 
 def save_tree(folder: Path, topology: Topology, extra: dict[str, Any] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from medusa.cli import new_parser, parse
 from medusa.errors import UserError, nearest
 
 from .config import TrainConfig, keys
-from .record import CALIBRATION, STAGES, RunRecord
+from .record import CALIBRATION, RUN, STAGES, RunRecord
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 USAGE = "medusa train [RECIPE] [OPTIONS]"
 DESCRIPTION = (
     "Train speculative heads, and first the trunk where the recipe asks for a new one. RECIPE is a YAML file or the"
-    f" name of one that ships with the package ({', '.join(configs.names())}); options override it."
+    f" name of one that ships with the package ({', '.join(configs.names())}); options override it. A run that was"
+    " interrupted, even killed, goes on from its last checkpoint when the same command is given again; what is made is"
+    " left as it is."
 )
 
 
@@ -34,12 +37,34 @@ def run(command: str, argv: list[str]) -> int:
         return 0
     from transformers.utils import logging
 
+    from .interrupt import Interrupted
     from .stages import train
 
     logging.disable_progress_bar()  # of loading and saving weights: there is one of our own where it takes long
-    record = train(config, args.fresh, report=lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        record = train(config, args.fresh, report=lambda line: print(line, file=sys.stderr, flush=True))
+    except Interrupted as stop:
+        print(f"medusa: {stopped(stop.stage, stop.step)}; go on with: {again(argv)}", file=sys.stderr)
+        return 128 + stop.number
     print(summary(record))
     return 0
+
+
+def stopped(stage: str | None, step: int | None) -> str:
+    """What an interruption left."""
+    if stage is None:
+        return "interrupted between the steps of training; what is made is kept"
+    return f"interrupted in stage {stage}, " + (f"saved at step {step}" if step is not None else "nothing saved yet")
+
+
+def again(argv: list[str]) -> str:
+    """The command that goes on: that of ``argv``, but for what would begin anew."""
+    kept: list[str] = []
+    for index, word in enumerate(argv):
+        is_value = index > 0 and argv[index - 1] == "--fresh" and word in STAGES
+        if not is_value and word.partition("=")[0] != "--fresh":
+            kept.append(word)
+    return shlex.join(["medusa", "train", *kept])
 
 
 def read_config(argv: list[str]) -> tuple[TrainConfig, jsonargparse.Namespace]:
@@ -55,7 +80,19 @@ def read_config(argv: list[str]) -> tuple[TrainConfig, jsonargparse.Namespace]:
         argv = ["--config", str(find_recipe(argv[0])), *argv[1:]]
     args = parse(parser, argv, keys())
     made = parser.instantiate(args)
-    return TrainConfig(**{field.name: made[field.name] for field in fields(TrainConfig)}), args
+    config = TrainConfig(**{field.name: made[field.name] for field in fields(TrainConfig)})
+    if args.resume:
+        check_begun(config, args.fresh)
+    return config, args
+
+
+def check_begun(config: TrainConfig, fresh: str | None) -> None:
+    """Refuse to begin a run where one was to be gone on with."""
+    if fresh is not None:
+        raise UserError(f"--resume goes on and `--fresh {fresh}` begins anew: give one of them")
+    folder = Path(config.run).expanduser()
+    if not (folder / RUN).is_file():
+        raise UserError(f"--resume: {folder} holds no {RUN}, hence no run: give its folder with --run, or leave it out")
 
 
 def _parser() -> jsonargparse.ArgumentParser:
@@ -69,6 +106,11 @@ def _parser() -> jsonargparse.ArgumentParser:
         const=next(iter(STAGES)),
         choices=list(STAGES),
         help="make this stage and those after it anew; without a value all of them",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="only go on with a run, as is done anyway where there is one: an error if none was begun in this folder",
     )
     parser.add_class_arguments(TrainConfig)
     return parser

@@ -88,6 +88,11 @@ class Training:
         clip: largest norm of all gradients together.
         log_every: steps between two lines of the log.
         eval_every: steps between two evaluations on held-out text; the last step is always followed by one.
+        accumulate: parts that the rows of a step are taken in, one after the other, to need less memory; the step stays
+            the same.
+        save_every: steps between two checkpoints to go on from after an interruption; null goes by time alone.
+        save_minutes: minutes between two checkpoints; null goes by steps alone.
+        keep: checkpoints that are kept while the stage is under way.
     """
 
     steps: int = 700
@@ -102,11 +107,21 @@ class Training:
     clip: float = 1.0
     log_every: int = 10
     eval_every: int = 100
+    accumulate: int = 1
+    save_every: int | None = None
+    save_minutes: float | None = 5.0
+    keep: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "log_every", "eval_every"):
+        for name in ("steps", "batch", "log_every", "eval_every", "accumulate", "keep"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)}: give at least 1")
+        if self.batch % self.accumulate:
+            raise UserError(f"accumulate={self.accumulate} does not divide batch={self.batch}: the parts are equal")
+        if self.save_every is not None and self.save_every < 1:
+            raise UserError(f"save_every={self.save_every}: give at least 1, or null")
+        if self.save_minutes is not None and not self.save_minutes > 0:
+            raise UserError(f"save_minutes={self.save_minutes}: give more than 0, or null")
         for name in ("lr", "muon_lr", "clip"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name}={getattr(self, name)}: give more than 0")
@@ -122,7 +137,8 @@ class HeadsTraining(Training):
 
     Args:
         decay: head k weighs decay^k in the loss, so that head 0 weighs 1.
-        targets: "text" learns the data's own tokens, "trunk" the trunk's law of them.
+        targets: "text" learns the data's own tokens, "trunk" the trunk's law of them (cross-entropy to it),
+            "acceptance" to be accepted by it: minus the logarithm of what the two laws share.
         chunk: positions whose logits exist at a time; null chooses by the vocabulary.
     """
 
@@ -130,7 +146,7 @@ class HeadsTraining(Training):
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 2.4e-2  # high, since new heads start from zero weights; the lowest loss of each kind on the demo
     decay: float = 0.8
-    targets: Literal["text", "trunk"] = "text"
+    targets: Literal["text", "trunk", "acceptance"] = "text"
     chunk: int | None = None
 
     def __post_init__(self) -> None:

@@ -5,12 +5,13 @@ Dimensions: B batch, T time, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from medusa.calibrate import Continuations, accuracy, grow, head_ranks, tokens_per_step
+from medusa.calibrate import Continuations, acceptance, accuracy, grow, head_ranks, tokens_per_step
 from medusa.heads import MedusaHeads
 from medusa.tree import Topology
 
@@ -32,7 +33,8 @@ def text_loss(model: Any, rows: datasets.Dataset, limit: int | None = None) -> f
     device = model.device
     total, count = 0.0, 0
     for batch in rows.iter(EVAL_BATCH):
-        loss_sum, pairs = next_token_loss(model, batch["input_ids"].to(device), batch["segments"].to(device))
+        inputs = (batch[name].to(device) for name in ("input_ids", "segments", "labels") if name in batch)
+        loss_sum, pairs = next_token_loss(model, *inputs)
         total, count = total + loss_sum.item(), count + int(pairs)
     model.train(training)
     return total / max(count, 1)
@@ -54,15 +56,35 @@ class HeadsEvaluation:
         self._weights: dict[str, Tensor] = {}
 
     def __call__(self, step: int) -> dict[str, Any]:
-        """Evaluate the heads as they are after ``step`` steps."""
+        """Evaluate the heads as they are after ``step`` steps.
+
+        Returns tokens per step of a tree of so many nodes, grown anew; ``acceptance`` by depth in that tree; and the
+        share of positions at which each head's first guess, or one of its first five, is right.
+        """
         tree = grow(head_ranks(self.heads, self.grown_on), self.nodes)
         ranks = head_ranks(self.heads, self.judged_on)
         found = tokens_per_step(tree, ranks)
         if found > self.tokens_per_step:
             self.tokens_per_step, self.step, self.tree = found, step, tree
             self._weights = {name: value.detach().clone() for name, value in self.heads.state_dict().items()}
-        return {"tokens_per_step": found, "heldout_top1": accuracy(ranks, 1), "heldout_top5": accuracy(ranks, 5)}
+        return {
+            "tokens_per_step": found,
+            "acceptance": acceptance(tree, ranks),
+            "heldout_top1": accuracy(ranks, 1),
+            "heldout_top5": accuracy(ranks, 5),
+        }
 
     def restore_best(self) -> None:
         """Put the best weights back into the heads."""
         self.heads.load_state_dict(self._weights)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The best so far, for a checkpoint: figures, and weights."""
+        tree = {"parents": list(self.tree.parents), "ranks": list(self.tree.ranks)}
+        return {"tokens_per_step": self.tokens_per_step, "step": self.step, "tree": tree}, self._weights
+
+    def load_state(self, figures: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take up what ``state`` gave."""
+        self.tokens_per_step, self.step = figures["tokens_per_step"], figures["step"]
+        self.tree = Topology(tuple(figures["tree"]["parents"]), tuple(figures["tree"]["ranks"]))
+        self._weights = dict(tensors)

@@ -5,28 +5,21 @@ Dimensions: B batch, T time, D hidden, K heads, V vocabulary.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 
-from medusa.errors import UserError
 from medusa.heads import MedusaHeads
-from medusa.progress import Advance, progress
 
+from .checkpoints import Saved
 from .config import HeadsTraining, Training
-from .loss import HeadLoss, multi_head_loss, weights
+from .loss import HeadLoss, count_pairs, multi_head_loss, pair_mask, weights
 from .optim import make_optimizer, rate
+from .resumable import ResumableTrainer
 
-USUAL_STEPS = 20  # whose median is the usual duration of a step
-FAR_TOO_LONG = 5  # times that: what one thread loses against two is less than half
-
-Evaluate = Callable[[int], dict[str, Any]]  # steps done -> figures
 Write = Callable[[int, dict[str, Any]], None]  # step, figures
 
 
@@ -40,10 +33,16 @@ def positions_of(segments_BT: Tensor) -> Tensor:
     return index_T - (index_T * seam_BT).cummax(1).values
 
 
-def next_token_loss(model: Any, ids_BT: Tensor, segments_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the next token's losses within segments, in nats, and the number of them."""
+def next_token_loss(
+    model: Any, ids_BT: Tensor, segments_BT: Tensor, labels_BT: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum of the next token's losses within segments, in nats, and the number of them.
+
+    ``labels_BT``: the tokens again, -100 where not supervised; None supervises all.
+    """
     logits = model(input_ids=ids_BT, position_ids=positions_of(segments_BT), use_cache=False).logits
-    labels_BT = ids_BT[:, 1:].masked_fill(segments_BT.diff(dim=1) != 0, -100)
+    labels_BT = ids_BT if labels_BT is None else labels_BT
+    labels_BT = labels_BT[:, 1:].masked_fill(segments_BT.diff(dim=1) != 0, -100)
     loss = nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels_BT.flatten(), reduction="sum")
     return loss, (labels_BT != -100).sum()
 
@@ -56,30 +55,43 @@ class HeadsObjective(nn.Module):
         self.heads = heads
         self.weights_K = weights(heads.config.num, training.decay)
         self.chunk = training.chunk
-        self.taught = training.targets == "trunk"
+        self.targets = training.targets
 
-    def forward(self, input_ids: Tensor, segments: Tensor) -> HeadLoss:
-        """Loss of all heads on a batch of rows [B, T]."""
-        # All logits only where they are the targets. (Trunk.forward computes without gradients.)
-        output = self.heads.trunk.forward(input_ids, positions_BT=positions_of(segments), keep=0 if self.taught else 1)
-        teacher = output.logits if self.taught else None
+    def forward(self, input_ids: Tensor, segments: Tensor, labels: Tensor | None = None) -> HeadLoss:
+        """Loss of all heads on a batch of rows [B, T]; ``labels`` are the tokens, -100 where not supervised."""
+        labels = input_ids if labels is None else labels
+        output = self.heads.trunk.forward(input_ids, positions_BT=positions_of(segments), keep=1)
         return multi_head_loss(
-            self.heads, output.hidden, input_ids, input_ids, segments, self.weights_K, self.chunk, teacher
+            self.heads,
+            output.hidden,
+            input_ids,
+            labels,
+            segments,
+            self.weights_K,
+            self.chunk,
+            teacher_states=None if self.targets == "text" else output.hidden,
+            acceptance=self.targets == "acceptance",
         )
 
 
-class StageTrainer(Trainer):
-    """What the stages share: our optimizer, schedule, data order and log. The Trainer itself saves nothing."""
+class StageTrainer(ResumableTrainer):
+    """What the stages share: our optimizer, schedule, data order and log.
+
+    A step's rows may be taken in several micro-batches: each loss is divided by what the whole step supervises, on all
+    processes, so that losses and gradients add up to those of one batch, however uneven the micro-batches are.
+    """
 
     optimizer: Any
     lr_scheduler: Any
+    loss_is_scaled_for_ga = True  # or the Trainer would divide once more
 
     def __init__(self, model: nn.Module, rows: Any, training: Training, *, seed: int, device: torch.device) -> None:
-        # The log's figures come from our own loss; checkpoints are not the Trainer's to write.
+        # The log's figures come from our own loss; when to save is for the callback that watches the steps to say.
         arguments = TrainingArguments(
             output_dir=".",
             max_steps=training.steps,
-            per_device_train_batch_size=training.batch,
+            per_device_train_batch_size=training.batch // training.accumulate,
+            gradient_accumulation_steps=training.accumulate,
             max_grad_norm=training.clip,
             logging_steps=min(training.log_every, training.steps),
             logging_nan_inf_filter=False,
@@ -95,10 +107,10 @@ class StageTrainer(Trainer):
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs are for torchrun; DataParallel splits a loss wrongly
         super().__init__(model=model, args=arguments, train_dataset=rows)
-        self.model_accepts_loss_kwargs = False  # or losses and gradients grow with accumulation
+        self.model_accepts_loss_kwargs = False  # what a step supervises is counted below, per head
         self.remove_callback(PrinterCallback)
         self.training = training
-        self.watch: Watch | None = None
+        self.report: Write | None = None
 
     def vocabulary(self) -> Iterable[Tensor]:
         """The weights whose rows are tokens."""
@@ -107,6 +119,22 @@ class StageTrainer(Trainer):
     def figures(self) -> dict[str, Any]:
         """More to log than the loss, since the last time."""
         return {}
+
+    def supervised(self, batch: dict[str, Tensor]) -> Tensor:
+        """How many targets the loss of ``batch`` is a sum over."""
+        raise NotImplementedError
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Any]:
+        """The micro-batches of a step, and what all processes supervise in it."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return batches, self.whole(batches) if batches else None
+
+    def whole(self, batches: Sequence[dict[str, Tensor]]) -> Tensor:
+        """What ``batches`` and those of the other processes supervise together."""
+        count = torch.stack([self.supervised(batch) for batch in batches]).sum(0).to(self.args.device)
+        return self.accelerator.reduce(count) if self.accelerator.num_processes > 1 else count
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The stage's own optimizer instead of the Trainer's."""
@@ -124,20 +152,17 @@ class StageTrainer(Trainer):
 
     def try_step(self) -> None:
         """Forward and backward of the first batch, leaving nothing behind: to time it."""
-        rows = [self.train_dataset[index] for index in range(self.training.batch)]
+        rows = [self.train_dataset[index] for index in range(self.training.batch // self.training.accumulate)]
         inputs = {name: torch.stack([row[name] for row in rows]).to(self.args.device) for name in rows[0]}
         self.compute_loss(self.model, inputs).backward()
         self.model.zero_grad()
         self.figures()
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saving is the stage's business: the Trainer's way would store the trunk, and fails on tied weights."""
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Hand the figures of the last steps on; the Trainer's summary at the end is left out."""
-        if "loss" not in logs or self.watch is None:
+        if "loss" not in logs or self.report is None:
             return
-        self.watch.log(self.state.global_step, logs | self.figures())
+        self.report(self.state.global_step, logs | self.figures())
 
 
 class TrunkTrainer(StageTrainer):
@@ -150,9 +175,14 @@ class TrunkTrainer(StageTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Mean loss of the next token."""
-        loss_sum, count = next_token_loss(model, inputs["input_ids"], inputs["segments"])
-        return loss_sum / count.clamp(min=1)
+        """Mean loss of the next token; of a micro-batch, its part of the step's."""
+        loss_sum, count = next_token_loss(model, inputs["input_ids"], inputs["segments"], inputs.get("labels"))
+        count = count if num_items_in_batch is None else num_items_in_batch
+        return self.accelerator.num_processes * loss_sum / count.clamp(min=1)  # processes' gradients are averaged
+
+    def supervised(self, batch: dict[str, Tensor]) -> Tensor:
+        """Next tokens within segments."""
+        return pair_mask(batch.get("labels", batch["input_ids"]), batch["segments"], -1).sum()
 
 
 class HeadsTrainer(StageTrainer):
@@ -169,105 +199,37 @@ class HeadsTrainer(StageTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Weighted sum of the heads' mean losses."""
+        """Weighted sum of the heads' mean losses; of a micro-batch, its part of the step's."""
         output: HeadLoss = model(**inputs)
         self._sums.append(
-            torch.stack([output.loss_sums_K.detach(), output.counts_K, output.top1_K, output.top5_K]).double()
+            torch.stack(
+                [output.loss_sums_K.detach(), output.counts_K, output.top1_K, output.top5_K, output.outside_K]
+            ).double()
         )
-        return output.total()
+        # Processes' gradients are averaged.
+        return self.accelerator.num_processes * output.total(counts_K=num_items_in_batch)
+
+    def supervised(self, batch: dict[str, Tensor]) -> Tensor:
+        """Pairs of each head [K]."""
+        labels_BT = batch.get("labels", batch["input_ids"])
+        return count_pairs(labels_BT, batch["segments"], self.model.heads.config.num)
+
+    def counters(self) -> dict[str, Any]:
+        """The sums per head too."""
+        return super().counters() | {"sums": [sums.tolist() for sums in self._sums]}
+
+    def restore(self, saved: Saved) -> None:
+        """The sums per head too."""
+        super().restore(saved)
+        device = self.args.device
+        self._sums = [torch.tensor(sums, dtype=torch.float64, device=device) for sums in saved.counters["sums"]]
 
     def figures(self) -> dict[str, Any]:
-        """Loss, top-1 and top-5 per head."""
-        loss_K, count_K, top1_K, top5_K = torch.stack(self._sums).sum(0)
+        """Loss, top-1 and top-5 per head, and the share of targets outside its draft vocabulary."""
+        loss_K, count_K, top1_K, top5_K, outside_K = torch.stack(self._sums).sum(0)
         self._sums.clear()
         pairs = count_K.clamp(min=1)
         figures = {"head_loss": loss_K / pairs, "top1": top1_K / pairs, "top5": top5_K / pairs}
+        if self.model.heads.draft_ids is not None:
+            figures["outside"] = outside_K / pairs
         return {name: value.tolist() for name, value in figures.items()}
-
-
-@dataclass
-class Watch(TrainerCallback):
-    """Follows the steps: progress, held-out evaluation, log. Evaluation does not count as training time."""
-
-    training: Training
-    model: nn.Module
-    tokens: int  # in a step
-    evaluate: Evaluate
-    write: Write
-    advance: Advance
-    pace: Pace
-
-    def __post_init__(self) -> None:
-        self.seconds, self.steps, self.started = 0.0, 0, 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A step starts."""
-        self.started = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A step is done: evaluate if it is time to.
-
-        Raises:
-            UserError: the weights are no longer finite.
-        """
-        taken = time.perf_counter() - self.started
-        self.seconds += taken
-        self.steps += 1
-        if self.pace.is_lost(taken):
-            torch.set_num_threads(1)
-            self.write(state.global_step, {"threads": 1})
-        shown: dict[str, Any] = {}
-        if state.global_step % self.training.eval_every == 0 or state.global_step == self.training.steps:
-            self.check(state.global_step)
-            found = self.evaluate(state.global_step)
-            self.write(state.global_step, found)
-            shown = {key: value for key, value in found.items() if isinstance(value, float)}
-        self.advance(1, tokens=self.tokens, **shown)
-
-    def check(self, step: int) -> None:
-        """Raise UserError if training has diverged: no evaluation may see such weights, and nothing is saved."""
-        for name, value in self.model.named_parameters():
-            if value.requires_grad and not value.isfinite().all():
-                raise UserError(
-                    f"{name} is no longer finite at step {step}: training has diverged; lower lr (now"
-                    f" {self.training.lr}) or raise warmup (now {self.training.warmup})"
-                )
-
-    def log(self, step: int, figures: dict[str, Any]) -> None:
-        """Write what the Trainer found over the last steps."""
-        speed = self.steps * self.tokens / max(self.seconds, 1e-9)
-        self.seconds, self.steps = 0.0, 0
-        self.advance(0, loss=figures["loss"])
-        self.write(step, figures | {"tokens_per_second": round(speed, 1)})
-
-
-class Pace:
-    """Notices that a machine has become busy: several threads then wait for each other, tens of times slower than one.
-
-    ``watched``: whether the number of threads is ours to change.
-    """
-
-    def __init__(self, watched: bool) -> None:
-        self.watched = watched
-        self.usual: list[float] = []
-        self.slow = 0
-
-    def is_lost(self, seconds: float) -> bool:
-        """Whether, after a step of ``seconds``, one thread should take over: three steps in a row took far too long."""
-        if not self.watched or torch.get_num_threads() == 1:
-            return False
-        if len(self.usual) < USUAL_STEPS:
-            self.usual.append(seconds)
-            return False
-        self.slow = self.slow + 1 if seconds > FAR_TOO_LONG * median(self.usual) else 0
-        return self.slow == 3
-
-
-def follow(trainer: StageTrainer, name: str, evaluate: Evaluate, write: Write, auto_threads: bool = False) -> None:
-    """Train to the end, with progress, evaluation and log; ``auto_threads``: fall back to one when that is faster."""
-    training = trainer.training
-    tokens = training.batch * trainer.train_dataset.block
-    with progress(training.steps, name) as advance:
-        trainer.watch = Watch(training, trainer.model, tokens, evaluate, write, advance, Pace(auto_threads))
-        trainer.add_callback(trainer.watch)
-        trainer.train()

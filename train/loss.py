@@ -7,7 +7,8 @@ divided.
 The gradients are made in the forward, chunk by chunk, and only scaled in the backward: the logits of a chunk are used
 at once and dropped, nothing is computed twice, and what is kept has the size of the gradients, not of the tokens.
 
-Dimensions: B batch, T time, M = B * T, N counted pairs of a head, C pairs of a chunk, D hidden, K heads, V vocabulary.
+Dimensions: B batch, T time, M = B * T, N counted pairs of a head, C pairs of a chunk, D hidden, K heads, V vocabulary
+(of the trunk; a head's logits have a column for each token it drafts).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from medusa.errors import UserError
 from medusa.heads import MedusaHeads
+
+from .objectives import Teacher, hard, overlap, soft
 
 IGNORE = -100  # the label of a token that is not supervised, as everywhere in torch and transformers
 FIRST = 2  # head 0 predicts t+2: the trunk's own head predicts t+1
@@ -71,7 +74,10 @@ class HeadLoss:
 
     ``loss_sums_K`` in nats, differentiable, unweighted; ``counts_K`` int64, the pairs summed over; ``top1_K`` and
     ``top5_K`` int64, how many targets were first, or among the first five, of the head's law (a tie counts as a
-    miss); ``weights_K`` as given.
+    miss); ``weights_K`` as given; ``outside_K`` int64, the pairs whose target is outside the draft vocabulary.
+
+    Those are among ``counts_K``: so the divisor needs no vocabulary, and a pair weighs the same with and without one.
+    As labels they add nothing to the loss, and they are never hits.
     """
 
     loss_sums_K: Tensor
@@ -79,6 +85,7 @@ class HeadLoss:
     top1_K: Tensor
     top5_K: Tensor
     weights_K: Tensor
+    outside_K: Tensor
 
     def total(self, weights_K: Tensor | None = None, counts_K: Tensor | None = None) -> Tensor:
         """The loss to minimise: sum over heads of weight x mean over the head's own pairs.
@@ -101,8 +108,13 @@ def multi_head_loss(
     weights_K: Tensor,
     chunk: int | None = None,
     teacher: Tensor | None = None,
+    *,
+    teacher_states: Tensor | None = None,
+    acceptance: bool = False,
 ) -> HeadLoss:
-    """Cross-entropy of every head on every pair that :func:`pair_mask` lets count.
+    """Loss of every head on every pair that :func:`pair_mask` lets count: cross-entropy to the label, if no teacher.
+
+    A teacher's law is the trunk's of the same token, that after t+1+k. Top-1 and top-5 stay those of the label.
 
     Args:
         heads: the heads; their parameters get gradients, the trunk's embedding and projection never do.
@@ -112,37 +124,65 @@ def multi_head_loss(
         segments_BT: ids of packed documents (see :func:`pair_mask`); None if each row is one.
         weights_K: weight of each head in :meth:`HeadLoss.total`.
         chunk: pairs whose logits exist at a time; :func:`default_chunk` if None.
-        teacher: logits [B, T, V] of the trunk. The loss is then the cross-entropy to its law of the same token, that
-            at t+1+k, instead of to the label (top-1 and top-5 stay those of the label).
+        teacher: logits [B, T, V] of the trunk. The loss is then the cross-entropy to its law
+            (:func:`medusa.train.objectives.soft`).
+        teacher_states: the trunk's last states [B, T, D] instead: they are projected by chunks, so that the teacher's
+            logits never exist as a whole, once for each head. They get no gradient.
+        acceptance: of a teacher, take minus the logarithm of the probability that a guess is accepted
+            (:func:`medusa.train.objectives.overlap`).
 
     Raises:
-        UserError: a chunk below 1, or not one weight per head.
+        UserError: a chunk below 1, not one weight per head, or acceptance without a teacher.
     """
-    num = heads.config.num
-    chunk = default_chunk(heads.trunk.vocab_size) if chunk is None else chunk
-    if chunk < 1:
-        raise UserError(f"chunk={chunk}: give at least 1, the positions whose logits exist at a time")
-    if weights_K.shape != (num,):
-        raise UserError(f"{weights_K.numel()} head weights for {num} heads: give one weight per head")
     assert hidden_BTD.shape[:2] == ids_BT.shape == labels_BT.shape
     assert segments_BT is None or segments_BT.shape == ids_BT.shape
-    assert teacher is None or teacher.shape[:2] == ids_BT.shape
+    num, chunk = heads.config.num, _chunk(heads, chunk, weights_K)
+    taught = _teacher(heads, teacher, teacher_states, chunk)
+    if acceptance and taught is None:
+        raise UserError("acceptance=True and no teacher: what is accepted is told by the trunk's law; give its logits")
     hidden_MD, labels_M = hidden_BTD.flatten(0, 1), labels_BT.flatten()
+    columns_M = heads.columns(labels_M)
     with torch.no_grad():  # once for all heads: as large as the states
         embedded_ME = heads.embed(ids_BT.flatten())
-    teacher_MV = None if teacher is None else teacher.detach().flatten(0, 1)
-    sums, counts, top1, top5 = [], [], [], []
+    sums, counts, hits, outside = [], [], [], []
     for head in range(num):
         index_N = pair_mask(labels_BT, segments_BT, head).flatten().nonzero()[:, 0]
-        work = _Work(heads, head, embedded_ME, labels_M, teacher_MV, index_N, chunk)
-        parameters = heads.heads[head].parameters()
-        loss, hits = _GradientsInForward.apply(work, torch.is_grad_enabled(), hidden_MD, *parameters)
-        sums.append(loss)
+        inside_N = columns_M[index_N + FIRST + head] >= 0
         counts.append(index_N.numel())
-        top1.append(hits[0])
-        top5.append(hits[1])
+        outside.append(index_N.numel() - inside_N.sum())
+        index_N = index_N[inside_N] if taught is None else index_N
+        work = _Work(heads, head, embedded_ME, columns_M, taught, acceptance, index_N, chunk)
+        loss, hit = _GradientsInForward.apply(work, torch.is_grad_enabled(), hidden_MD, *heads.heads[head].parameters())
+        sums.append(loss)
+        hits.append(hit)
     counts_K = torch.tensor(counts, device=ids_BT.device)
-    return HeadLoss(torch.stack(sums), counts_K, torch.stack(top1), torch.stack(top5), weights_K)
+    top1_K, top5_K = torch.stack(hits, 1)
+    return HeadLoss(torch.stack(sums), counts_K, top1_K, top5_K, weights_K, torch.stack(outside))
+
+
+def _chunk(heads: MedusaHeads, chunk: int | None, weights_K: Tensor) -> int:
+    """Pairs per chunk, of options that are in range."""
+    if chunk is None:
+        chunk = default_chunk(_width(heads))
+    if chunk < 1:
+        raise UserError(f"chunk={chunk}: give at least 1, the positions whose logits exist at a time")
+    if weights_K.shape != (heads.config.num,):
+        raise UserError(f"{weights_K.numel()} head weights for {heads.config.num} heads: give one weight per head")
+    return chunk
+
+
+def _width(heads: MedusaHeads) -> int:
+    """Columns of a head's logits."""
+    return heads.config.vocab or heads.trunk.vocab_size
+
+
+def _teacher(heads: MedusaHeads, logits: Tensor | None, states: Tensor | None, chunk: int) -> Teacher | None:
+    assert logits is None or states is None, "one teacher"
+    if logits is None and states is None:
+        return None
+    logits_MV, states_MD = (None if given is None else given.flatten(0, 1) for given in (logits, states))
+    whole = max(1, chunk * _width(heads) // heads.trunk.vocab_size)  # rows of all tokens as large as a chunk
+    return Teacher.of(heads, logits_MV, states_MD, whole)
 
 
 @dataclass(frozen=True)
@@ -152,8 +192,9 @@ class _Work:
     heads: MedusaHeads
     head: int
     embedded_ME: Tensor
-    labels_M: Tensor
-    teacher_MV: Tensor | None
+    columns_M: Tensor
+    teacher: Teacher | None
+    acceptance: bool
     index_N: Tensor
     chunk: int
 
@@ -171,19 +212,17 @@ class _Work:
         At least fp32 from here on, whatever the logits are in. Two tensors of C x V are alive: the logits and this
         one's log-probabilities, which become the gradient in place (a teacher adds two).
         """
-        target_C1 = self.labels_M[index_C + FIRST + self.head][:, None]
+        column_C1 = self.columns_M[index_C + FIRST + self.head][:, None]
         law_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
-        chosen_C1 = law_CV.gather(1, target_C1)
         # Counted from below: a NaN is then a miss, not a hit.
-        rank_C = law_CV.shape[1] - 1 - (law_CV < chosen_C1).sum(1)
-        hits = torch.stack([(rank_C < 1).sum(), (rank_C < 5).sum()])
-        if self.teacher_MV is None:
-            gradient_CV = law_CV.exp_()  # of -log softmax(x)[target]: softmax(x) - onehot(target)
-            gradient_CV.scatter_add_(1, target_C1, gradient_CV.new_full(target_C1.shape, -1.0))
-            return -chosen_C1.sum(), hits, gradient_CV
-        wanted_CV = self.teacher_MV[index_C + FIRST - 1 + self.head].to(law_CV.dtype).softmax(-1)
-        loss = -torch.linalg.vecdot(wanted_CV, law_CV).sum()
-        return loss, hits, law_CV.exp_().sub_(wanted_CV)
+        rank_C1 = law_CV.shape[1] - 1 - (law_CV < law_CV.gather(1, column_C1.clamp(min=0))).sum(1, keepdim=True)
+        hits = torch.stack([((rank_C1 < best) & (column_C1 >= 0)).sum() for best in (1, 5)])
+        if self.teacher is None:
+            loss, gradient_CV = hard(law_CV, column_C1)
+        else:
+            p_CV = self.teacher.law(index_C + FIRST - 1 + self.head).to(law_CV.dtype)
+            loss, gradient_CV = (overlap if self.acceptance else soft)(law_CV, p_CV)
+        return loss, hits, gradient_CV
 
 
 class _GradientsInForward(torch.autograd.Function):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from medusa.errors import UserError
 from medusa.machine import pick_device
 from medusa.trunk import Trunk
 
+from .checkpoints import shared
 from .config import NewTrunk, TrunkConfig
 from .record import TRUNK
 
@@ -45,16 +45,19 @@ def new_model(new: NewTrunk, tokenizer: PreTrainedTokenizerBase, seed: int) -> L
 
 def save_model(folder: Path, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save model and tokenizer beside ``folder``, then put them in its place: no reader sees a half-written one."""
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    temporary = folder.parent / f".{folder.name}.new"
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    made, old = temporary / "made", temporary / "old"
     try:
-        made, old = temporary / "made", temporary / "old"
+        made.mkdir(parents=True)
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
+        shared(made)
         if folder.exists():
             os.replace(folder, old)
         os.replace(made, folder)
     finally:
-        shutil.rmtree(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def load_trunk(trunk: TrunkConfig, run: Path) -> Trunk:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import medusa
-from medusa.checkpoint import CALIBRATION, CONFIG, MANIFEST, RUN, TREE, WEIGHTS, read_manifest
-from medusa.errors import UserError
+from medusa.checkpoint import CALIBRATION, CONFIG, LOG, MANIFEST, RUN, TREE, WEIGHTS, read_manifest
+from medusa.errors import UserError, reason
 from medusa.files import read_json, write_json, write_text
 from medusa.machine import describe
 
+from .checkpoints import FOLDER, Checkpoints, Saved
 from .config import TrainConfig, flatten
 
 TRUNK = "trunk"  # the folder of a trunk made here
+
+LEFT = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # how medusa.files names what is not whole yet
 
 # In the order in which they run, with the files that each one leaves.
 STAGES: dict[str, tuple[str, ...]] = {
@@ -63,29 +68,49 @@ class RunRecord:
             return False
         if not all((self.folder / name).is_file() for name in STAGES[stage]):
             return False
-        old, new = flatten(done["settings"]), flatten(_plain(settings))
-        for key in [*new, *(key for key in old if key not in new)]:
-            if old.get(key) != new.get(key):
-                raise UserError(
-                    f"{self.folder}: its {stage} stage was made with {key}={old.get(key)}, now it is {new.get(key)}:"
-                    f" add `--fresh {stage}` to make it anew, or choose another folder with --run"
-                )
+        if change := difference(done["settings"], settings):
+            raise UserError(
+                f"{self.folder}: its {stage} stage was made with {change}: add `--fresh {stage}` to make it anew, or"
+                " choose another folder with --run"
+            )
         return True
 
-    def begin(self, stage: str) -> None:
-        """Forget this stage and those after it, which rest on it, and write down who makes it now."""
+    def checkpoints(self, stage: str, keep: int = 1) -> Checkpoints:
+        """Those of a stage that is under way."""
+        return Checkpoints(self.folder / FOLDER / stage, keep)
+
+    def resumable(self, stage: str, settings: Mapping[str, Any]) -> Saved | None:
+        """The checkpoint to go on from; None if there is none, or the stage is to be made anew.
+
+        Raises:
+            UserError: it was made with other settings, or can't be read.
+        """
+        if self._order.index(stage) >= self._anew:
+            return None
+        saved = self.checkpoints(stage).newest()
+        if saved is not None and (change := difference(saved.settings, settings)):
+            raise UserError(
+                f"{self.folder}: its {stage} stage was left at step {saved.step} with {change}: set that back to go on,"
+                f" add `--fresh {stage}` to begin it anew, or choose another folder with --run"
+            )
+        return saved
+
+    def begin(self, stage: str, saved: Saved | None = None) -> None:
+        """Forget this stage, unless it goes on from ``saved``, and those after it, which rest on it.
+
+        Also writes down who makes it now, and clears what a killed process was writing.
+        """
         start = self._order.index(stage)
         self._anew = min(self._anew, start)
-        for later in self._order[start:]:
-            self.stages.pop(later, None)
-        try:
+        with self._writing():
+            for later in self._order[start:]:
+                self.stages.pop(later, None)
+                if later != stage or saved is None:
+                    self.checkpoints(later).remove()
             self.folder.mkdir(parents=True, exist_ok=True)
+            sweep(self.folder)
             write_text(self.folder / CONFIG, to_yaml(_anywhere(self.config)))
             self._write()
-        except OSError as error:
-            raise UserError(
-                f"the run folder {self.folder} can't be written ({error.strerror}): choose another with --run"
-            ) from error
 
     def done(self, stage: str, settings: Mapping[str, Any], start: float, result: Mapping[str, Any]) -> None:
         """Note that the stage, begun at ``start`` of the performance counter, is made; from now on it is skipped."""
@@ -95,12 +120,24 @@ class RunRecord:
             "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "result": _plain(result),
         }
-        self._write()
+        with self._writing():
+            self._write()
+            self.checkpoints(stage).remove()
 
     def result(self, stage: str) -> dict[str, Any]:
         """What the stage found, for a stage that is made."""
         found: dict[str, Any] = self.stages[stage]["result"]
         return found
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"the run folder {self.folder} can't be written ({error.strerror or reason(error)}): make room there,"
+                " or choose another with --run"
+            ) from error
 
     def _write(self) -> None:
         content = {
@@ -111,6 +148,33 @@ class RunRecord:
             "stages": self.stages,
         }
         write_json(self.folder / RUN, content)
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """The first setting that differs, with both values; empty if none does.
+
+    One that ``old`` lacks came later than the result, which was made as by its default.
+    """
+    was, now = flatten(_plain(old)), flatten(_plain(new))
+    was = {key: value for key, value in _defaults().items() if key in now} | was
+    for key in [*now, *(key for key in was if key not in now)]:
+        if was.get(key) != now.get(key):
+            return f"{key}={was.get(key)}, now it is {now.get(key)}"
+    return ""
+
+
+def _defaults() -> dict[str, Any]:
+    parts = {each.name: each.default_factory() for each in fields(TrainConfig) if each.default_factory is not MISSING}
+    return flatten(_plain({name: asdict(part) for name, part in parts.items()}))
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes were writing when they were killed (see medusa.files)."""
+    names = {CONFIG, RUN, LOG, *(name for files in STAGES.values() for name in files)}
+    for path in folder.glob(".*"):
+        found = LEFT.fullmatch(path.name)
+        if found and found[1] in names and path.is_file():
+            path.unlink()
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
@@ -138,10 +202,9 @@ def to_yaml(config: TrainConfig) -> str:
 def _anywhere(config: TrainConfig) -> TrainConfig:
     """The configuration with absolute paths to the text, so that it can be found from any folder."""
     data = config.data
-    path = data.path and _absolute(data.path)
-    return replace(
-        config, data=replace(data, source=_absolute(data.source), path=path, tokenizer=_absolute(data.tokenizer))
-    )
+    source, tokenizer = _absolute(data.source), _absolute(data.tokenizer)
+    path, template = data.path and _absolute(data.path), data.template and _absolute(data.template)
+    return replace(config, data=replace(data, source=source, path=path, tokenizer=tokenizer, template=template))
 
 
 def _absolute(name: str) -> str:

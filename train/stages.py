@@ -1,32 +1,44 @@
-"""The stages of a training run: trunk, heads, calibration. Each is skipped if its result is there and valid."""
+"""The stages of a training run: trunk, heads, calibration.
+
+Each is skipped if its result is there and valid, and gone on with if a checkpoint of it is.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from medusa.calibrate import Continuations, continuations, recalibrate
-from medusa.checkpoint import CALIBRATION, load_heads, save_heads, save_tree
+from medusa.checkpoint import CALIBRATION, WEIGHTS, load_heads, save_heads, save_tree
 from medusa.heads import MedusaHeads
 from medusa.machine import pick_device, pick_threads
 from medusa.progress import progress
 from medusa.trunk import Trunk
+from medusa.vocabulary import draft_vocabulary, token_counts
 
-from .config import NewTrunk, TrainConfig
+from .checkpoints import Saved, to_disk, told
+from .config import NewTrunk, TrainConfig, Training
+from .follow import follow
 from .heldout import HeadsEvaluation, text_loss
-from .loop import HeadsObjective, HeadsTrainer, StageTrainer, TrunkTrainer, follow
+from .interrupt import Interruption
+from .loop import HeadsObjective, HeadsTrainer, StageTrainer, TrunkTrainer
 from .newtrunk import check_name, digest, load_trunk, new_model, save_model
 from .record import TRUNK, RunRecord
 from .text import Corpus
 from .tracking import RunLog, run_log
 
 Report = Callable[[str], None]
+
+# What may change between the parts of a run that was interrupted, and without a result being made anew.
+SAVING = ("save_every", "save_minutes", "keep")
+AGAIN = "make room there, and run the same command again"
 
 
 @dataclass
@@ -39,39 +51,74 @@ class Job:
     corpus: Corpus
     report: Report
     threads: int
+    interruption: Interruption
     _held: Continuations | None = None
+    _held_threads: int = 0
 
     @property
     def folder(self) -> Path:
         """The run's folder."""
         return self.record.folder
 
-    def set_threads(self, work: Callable[[], object]) -> None:
-        """Use the number of threads asked for, or the one that does ``work`` fastest."""
+    def set_threads(self, work: Callable[[], object], before: int = 0) -> None:
+        """Use the number of threads asked for, or the one that does ``work`` fastest, or that was used ``before``.
+
+        Sums depend on it in their last bits: who goes on where another process was takes its number.
+        """
         asked = self.config.threads
         torch.set_num_threads(self.threads if asked == "auto" else asked)
-        if asked == "auto" and pick_device(self.config.trunk.device).type == "cpu":
+        if asked == "auto" and before:
+            torch.set_num_threads(min(before, self.threads))
+        elif asked == "auto" and pick_device(self.config.trunk.device).type == "cpu":
             pick_threads(work)
 
-    def begin(self, stage: str) -> float:
-        """Start a stage: clear what an earlier try left, and return the time."""
-        self.record.begin(stage)
-        self.log.begin(stage)
-        return time.perf_counter()
+    def is_made(self, stage: str, settings: dict[str, Any], what: Path) -> bool:
+        """Whether the stage can be skipped; says so."""
+        if not self.record.is_made(stage, settings):
+            return False
+        self.record.checkpoints(stage).remove()  # of a process killed just when the stage was done
+        self.report(f"{stage}: {what} is there")
+        return True
 
-    def run(self, stage: str, trainer: StageTrainer, evaluate: Callable[[int], dict[str, Any]]) -> None:
-        """Train a stage to its end."""
-        self.set_threads(trainer.try_step)
+    def begin(self, stage: str, saved: Saved | None = None) -> float:
+        """Start a stage, or go on with it: clear what an earlier try left, and return the time at which it began."""
+        self.record.begin(stage, saved)
+        if saved is None:
+            self.log.begin(stage)
+            return time.perf_counter()
+        self.log.begin(stage, saved.step)
+        self.report(f"{stage}: goes on from step {saved.step} ({saved.folder})")
+        return time.perf_counter() - saved.seconds
+
+    def run(
+        self,
+        stage: str,
+        trainer: StageTrainer,
+        evaluate: Callable[[int], dict[str, Any]],
+        start: float,
+        settings: dict[str, Any],
+        saved: Saved | None,
+    ) -> None:
+        """Train a stage, begun at ``start``, to its end."""
+        self.set_threads(trainer.try_step, saved.threads["steps"] if saved else 0)
+        trainer.store = self.record.checkpoints(stage, trainer.training.keep)
+        trainer.notes = lambda: self._notes(start, settings)
         write = partial(self.log.write, stage)
-        follow(trainer, stage, evaluate, write, auto_threads=self.config.threads == "auto")
+        follow(trainer, stage, evaluate, write, self.config.threads == "auto", self.interruption, saved)
 
-    def held(self, trunk: Trunk) -> Continuations:
+    def _notes(self, start: float, settings: dict[str, Any]) -> dict[str, Any]:
+        to_disk(self.log.path)  # no checkpoint may outlive the lines before it
+        threads = {"steps": torch.get_num_threads(), "before": self._held_threads}
+        return {"settings": settings, "seconds": round(time.perf_counter() - start, 1), "threads": threads}
+
+    def held(self, trunk: Trunk, saved: Saved | None = None) -> Continuations:
         """The trunk's own greedy continuations of held-out prompts, made once: heads and trees are judged by them."""
         if self._held is None:
             evaluation = self.config.evaluation
             prompts = self.corpus.heldout_prompts(evaluation)
             ids_1T = torch.tensor(prompts[:1], device=trunk.device)
-            self.set_threads(lambda: trunk.forward(ids_1T))
+            self.set_threads(lambda: trunk.forward(ids_1T), saved.threads["before"] if saved else 0)
+            self._held_threads = torch.get_num_threads()
             with progress(len(prompts), "held-out continuations") as advance:
                 self._held = continuations(
                     trunk, prompts, evaluation.tokens, progress=lambda done, total: advance(done - advance.done)
@@ -91,14 +138,22 @@ def train(config: TrainConfig, fresh: str | None = None, report: Report = print)
         The record of the run folder, with each stage's result.
 
     Raises:
-        UserError: wrong data, a trunk that is missing or can't be driven, results made with other settings.
+        UserError: wrong data, a trunk that is missing or can't be driven, results made with other settings, a disk
+            that takes no more.
+        Interrupted: SIGTERM or Ctrl-C; called again, this goes on with what was saved.
     """
+    interruption = Interruption()
+    with interruption.watched():
+        return _train(config, fresh, report, interruption)
+
+
+def _train(config: TrainConfig, fresh: str | None, report: Report, interruption: Interruption) -> RunRecord:
     record = RunRecord(config, fresh)
     if config.trunk.name is not None:
         check_name(config.trunk.name)
     pick_device(config.trunk.device)
     with run_log(record.folder, config.tracking, asdict(config)) as log:
-        job = Job(config, record, log, Corpus(config, report), report, torch.get_num_threads())
+        job = Job(config, record, log, Corpus(config, report), report, torch.get_num_threads(), interruption)
         if config.trunk.new is not None:
             make_trunk(job, config.trunk.new)
         trunk = load_trunk(config.trunk, record.folder)
@@ -114,19 +169,24 @@ def make_trunk(job: Job, new: NewTrunk) -> None:
     config, training = job.config, job.config.trunk_training
     settings = _settings(job, "seed", "data", "trunk_training") | {"trunk.new": asdict(new)}
     folder = job.folder / TRUNK
-    if job.record.is_made("trunk", settings):
-        job.report(f"trunk: {folder} is there")
+    if job.is_made("trunk", settings, folder):
         return
+    saved = job.record.resumable("trunk", settings)
     rows, heldout = job.corpus.training_rows(training.steps, training.batch), job.corpus.heldout_rows()
     job.corpus.heldout_prompts(config.evaluation)  # if the text is too short for the heads' stage, say so now
-    start = job.begin("trunk")
+    start = job.begin("trunk", saved)
     model = new_model(new, job.corpus.tokenizer, config.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
     job.report(f"trunk: {size:,} parameters, {training.steps} steps of {training.batch} x {config.data.block} tokens")
     trainer = TrunkTrainer(model, rows, training, seed=config.seed, device=pick_device(config.trunk.device))
-    job.run("trunk", trainer, lambda step: {"heldout_loss": text_loss(model, heldout, config.evaluation.rows)})
+
+    def evaluate(step: int) -> dict[str, Any]:
+        return {"heldout_loss": text_loss(model, heldout, config.evaluation.rows)}
+
+    job.run("trunk", trainer, evaluate, start, settings, saved)
     loss = text_loss(model, heldout)
-    save_model(folder, model, job.corpus.tokenizer)
+    with told("the trunk", folder, AGAIN):
+        save_model(folder, model, job.corpus.tokenizer)
     job.record.done("trunk", settings, start, {"parameters": size, "heldout_loss": loss})
     job.report(f"trunk: held-out loss {loss:.3f} nats per token; saved in {folder}")
 
@@ -135,13 +195,13 @@ def make_heads(job: Job, trunk: Trunk) -> MedusaHeads:
     """Train heads on the frozen trunk; save the best ones, with the tree they were judged by."""
     config, training = job.config, job.config.heads_training
     settings = {"trunk": trunk.fingerprint()} | _settings(job, "seed", "data", "heads", "heads_training", "evaluation")
-    if job.record.is_made("heads", settings):
-        job.report(f"heads: those in {job.folder} are there")
+    if job.is_made("heads", settings, job.folder / WEIGHTS):
         return load_heads(job.folder, trunk)
+    saved = job.record.resumable("heads", settings)
     rows = job.corpus.training_rows(training.steps, training.batch)
-    held = job.held(trunk)
-    start = job.begin("heads")
-    heads = MedusaHeads(config.heads, trunk)
+    held = job.held(trunk, saved)
+    start = job.begin("heads", saved)
+    heads = MedusaHeads(config.heads, trunk, _draft_ids(job, trunk, (rows[index] for index in range(len(rows)))))
     size = sum(parameter.numel() for parameter in heads.parameters())
     job.report(
         f"heads: {heads.config.num} of kind {heads.config.kind}, {size:,} parameters, {training.steps} steps of"
@@ -150,12 +210,14 @@ def make_heads(job: Job, trunk: Trunk) -> MedusaHeads:
     evaluation = HeadsEvaluation(heads, held, config.evaluation.nodes)
     trainer = HeadsTrainer(HeadsObjective(heads, training), rows, training, seed=config.seed, device=trunk.device)
     before = digest(trunk)
-    job.run("heads", trainer, evaluation)
+    trainer.kept = evaluation
+    job.run("heads", trainer, evaluation, start, settings, saved)
     if digest(trunk) != before:
         raise RuntimeError("the trunk's weights changed while only the heads were trained")
     evaluation.restore_best()
-    save_heads(job.folder, heads.eval(), config.trunk.name or str(job.folder / TRUNK), config.trunk.revision)
-    save_tree(job.folder, evaluation.tree)
+    with told("the heads", job.folder, AGAIN):
+        save_heads(job.folder, heads.eval(), config.trunk.name or str(job.folder / TRUNK), config.trunk.revision)
+        save_tree(job.folder, evaluation.tree)
     best = {"tokens_per_step": evaluation.tokens_per_step, "nodes": evaluation.tree.size, "step": evaluation.step}
     job.record.done("heads", settings, start, {"parameters": size} | best)
     job.report(
@@ -165,19 +227,30 @@ def make_heads(job: Job, trunk: Trunk) -> MedusaHeads:
     return heads
 
 
+def _draft_ids(job: Job, trunk: Trunk, rows: Iterable[dict[str, Tensor]]) -> Tensor | None:
+    """The tokens that heads draft from: the most frequent ones of what the rows supervise."""
+    size = job.config.heads.vocab
+    if size is None:
+        return None
+    counts_V = token_counts((row.get("labels", row["input_ids"]) for row in rows), trunk.vocab_size)
+    ids = draft_vocabulary(trunk, counts_V, size)
+    covered = counts_V[ids].sum() / counts_V.sum().clamp(min=1)
+    job.report(f"heads: they draft from {size:,} tokens, which are {covered:.1%} of the text")
+    return ids
+
+
 def make_calibration(job: Job, heads: MedusaHeads) -> None:
     """Choose the tree that is fastest on this machine."""
     config = job.config
     settings = _settings(job, "calibration", "evaluation")
-    if job.record.is_made("calibration", settings):
-        job.report(f"calibration: {job.folder / CALIBRATION} is there")
+    if job.is_made("calibration", settings, job.folder / CALIBRATION):
         return
     held = job.held(heads.trunk)
     start = job.begin("calibration")
     ids_1T = torch.tensor([held.ids[0][:16]], device=heads.trunk.device)  # about as many tokens as a tree has nodes
     job.set_threads(lambda: heads.trunk.forward(ids_1T))
     sizes, rounds = config.calibration.sizes, config.calibration.rounds
-    with progress(rounds, "calibration") as advance:
+    with told("the tree", job.folder, AGAIN), progress(rounds, "calibration") as advance:
         found = recalibrate(job.folder, heads, held, sizes=sizes, rounds=rounds, progress=lambda done, total: advance())
     job.record.done("calibration", settings, start, asdict(found.chosen))
     job.report(
@@ -191,4 +264,7 @@ def _settings(job: Job, *names: str) -> dict[str, Any]:
     parts = {name: value for name, value in asdict(job.config).items() if name in names}
     if "data" in parts:
         parts["data"].pop("path")  # a local copy of a corpus is the same corpus
+    for name in parts:
+        if isinstance(getattr(job.config, name), Training):
+            parts[name] = {key: value for key, value in parts[name].items() if key not in SAVING}
     return parts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from medusa.checkpoint import LOG
-from medusa.errors import UserError
+from medusa.errors import UserError, reason
 from medusa.files import write_text
 
 from .config import TrackingConfig
@@ -22,21 +22,38 @@ class RunLog:
         self.path = folder / LOG
         self._wandb = wandb_run
 
-    def begin(self, stage: str) -> None:
-        """Drop the lines of an earlier try at this stage."""
+    def begin(self, stage: str, step: int = -1) -> None:
+        """Drop the lines of an earlier try at this stage, or those after ``step``, which is gone on from."""
         if self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = "".join(line for line in lines if json.loads(line)["stage"] != stage)
-            write_text(self.path, kept)
+            with self._writing():
+                lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+                if lines and not lines[-1].endswith("\n"):
+                    del lines[-1]  # a kill, or a full disk, in the middle of it
+                kept = [line for line in lines if _is_older(json.loads(line), stage, step)]
+                write_text(self.path, "".join(kept))
         if self._wandb is not None:  # each stage counts its own steps
             self._wandb.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
     def write(self, stage: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append one event. Lists hold a value per head."""
-        with self.path.open("a", encoding="utf-8") as file:  # closed each time: a kill loses no line
+        """Append one event. Lists hold a value per head.
+
+        Raises:
+            UserError: the file can't be written.
+        """
+        with self._writing(), self.path.open("a", encoding="utf-8") as file:  # closed each time: a kill loses no line
             file.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
         if self._wandb is not None:
             self._wandb.log({f"{stage}/{key}": value for key, value in _spread({"step": step, **values})})
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.path} can't be written ({error.strerror or reason(error)}): make room and run the same command"
+                " again to go on from the last checkpoint"
+            ) from error
 
 
 @contextmanager
@@ -82,6 +99,10 @@ def _start_wandb(folder: Path, config: TrackingConfig, settings: Mapping[str, An
     except (OSError, wandb.errors.Error) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"tracking.wandb={config.wandb} can't start ({reason}): use offline or off") from error
+
+
+def _is_older(event: Mapping[str, Any], stage: str, step: int) -> bool:
+    return event["stage"] != stage or event["step"] <= step
 
 
 def _spread(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

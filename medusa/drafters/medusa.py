@@ -143,10 +143,12 @@ class MedusaSession:
         """Logits [B, K, V'] of the heads that the tree needs, which read no drafted token."""
         heads = self.heads
         embedded_B1E = self.drafter.embed(root_B1)
-        logits = []
-        for head in range(plan.depth):
-            features_BD = heads.features(head, self.hidden_BD, heads.context(head, embedded_B1E))
-            logits.append(heads.draftable(heads.logits(head, features_BD)))
+        features = [
+            heads.features(head, self.hidden_BD, heads.context(head, embedded_B1E)) for head in range(plan.depth)
+        ]
+        if heads.config.projection == "shared":  # which is read once for all heads
+            return heads.draftable(heads.logits(0, torch.stack(features, 1)))
+        logits = [heads.draftable(heads.logits(head, features_BD)) for head, features_BD in enumerate(features)]
         return torch.stack(logits, 1)
 
     def _fill_by_level(self, plan: _Plan, tokens_BN: Tensor, choose: Callable[[Tensor, Brood], Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medusa.checkpoint import (
+    DRAFT_IDS,
     MANIFEST,
     TREE,
     WEIGHTS,
@@ -27,7 +28,7 @@ from medusa.checkpoint import (
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.errors import UserError
 from medusa.files import read_json, write_atomically, write_json
-from medusa.heads import KINDS, HeadsConfig
+from medusa.heads import KINDS, PROJECTIONS, HeadsConfig, MedusaHeads
 from medusa.testing import random_heads, tiny_model, tiny_trunk
 from medusa.tree import Topology
 from medusa.trunk import Trunk
@@ -53,18 +54,35 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("projection", ["own", "shared"])
+def heads_of(family: str, kind: str, projection: str, vocab: int | None) -> MedusaHeads:
+    """Random heads; of a draft vocabulary, random ids."""
+    config = HeadsConfig(kind, 3, 2, projection, vocab, 7 if projection == "low_rank" else None)
+    if vocab is None:
+        return random_heads(trunk_of(family), config)
+    generator = torch.Generator().manual_seed(4)
+    heads = MedusaHeads(config, trunk_of(family), torch.randperm(65, generator=generator)[:vocab].sort().values)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return heads
+
+
+@pytest.mark.parametrize("vocab", [None, 20])
+@pytest.mark.parametrize("projection", PROJECTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "phi"])  # phi's projection has a bias
-def test_heads_come_back_as_they_were(family: str, kind: str, projection: str, tmp_path: Path) -> None:
-    trunk, config = trunk_of(family), HeadsConfig(kind, num=3, layers=2, projection=projection)
-    heads = random_heads(trunk, config)
+def test_heads_come_back_as_they_were(
+    family: str, kind: str, projection: str, vocab: int | None, tmp_path: Path
+) -> None:
+    trunk, heads = trunk_of(family), heads_of(family, kind, projection, vocab)
+    config = heads.config
     save_heads(tmp_path, heads, "someone/trunk", "v1")
     back = load_heads(tmp_path, trunk)
     assert back.config == config and not back.training
     assert {name: value.dtype for name, value in back.state_dict().items()} == {
         name: value.dtype for name, value in heads.state_dict().items()
     }
+    assert all(torch.equal(value, back.state_dict()[name]) for name, value in heads.state_dict().items())
     hidden = torch.randn(2, 32, dtype=torch.float64)
     trees = []
     for each in (heads, back):
@@ -83,6 +101,68 @@ def test_a_checkpoint_is_these_files_and_readable_by_all(folder: Path) -> None:
     assert {file.name for file in folder.iterdir()} == {MANIFEST, WEIGHTS, TREE}
     assert {file.stat().st_mode & 0o444 for file in folder.iterdir()} == {0o444}
     assert json.loads((folder / MANIFEST).read_text())["format"] == 1
+
+
+def test_heads_without_a_draft_vocabulary_are_written_as_ever(folder: Path) -> None:
+    written = json.loads((folder / MANIFEST).read_text())["heads"]
+    assert written == {"kind": "hydra", "num": 2, "layers": 1, "projection": "own"}
+    assert DRAFT_IDS not in load_file(folder / WEIGHTS)
+    assert read_manifest(folder).heads == HEADS
+
+
+def test_the_manifest_tells_the_size_of_the_draft_vocabulary(tmp_path: Path) -> None:
+    save_heads(tmp_path, heads_of("llama", "root", "low_rank", 20), "someone/trunk")
+    written = json.loads((tmp_path / MANIFEST).read_text())["heads"]
+    assert written == {"kind": "root", "num": 3, "layers": 2, "projection": "low_rank", "vocab": 20, "rank": 7}
+    assert load_file(tmp_path / WEIGHTS)[DRAFT_IDS].shape == (20,)
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda weights: weights.pop(DRAFT_IDS), ["missing", "(20,)"]),
+        (lambda weights: weights.update({DRAFT_IDS: torch.arange(19)}), ["(19,)", "(20,)"]),
+        (lambda weights: weights.update({DRAFT_IDS: torch.arange(20).int()}), ["int32", "int64"]),
+        (lambda weights: weights.update({DRAFT_IDS: torch.arange(20).float()}), ["float32", "int64"]),
+        (lambda weights: weights.update({DRAFT_IDS: torch.arange(20).flip(0)}), ["do not ascend"]),
+        (lambda weights: weights.update({DRAFT_IDS: torch.arange(46, 66)}), ["from 46 to 65", "0..64"]),
+        (lambda weights: weights.update({DRAFT_IDS: torch.arange(-1, 19)}), ["from -1 to 18"]),
+    ],
+    ids=["missing", "short", "int32", "float", "descending", "beyond", "negative"],
+)
+def test_draft_ids_that_do_not_belong_are_named(projection: str, change: Any, words: list[str], tmp_path: Path) -> None:
+    save_heads(tmp_path, heads_of("llama", "medusa", projection, 20), "someone/trunk")
+    edited(tmp_path, change)
+    with pytest.raises(UserError) as caught:
+        load_heads(tmp_path, trunk_of())
+    assert all(word in one_line(caught) for word in [str(tmp_path), DRAFT_IDS, *words]), str(caught.value)
+
+
+def test_loading_computes_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # of a large projection the decomposition takes longer than the loading
+    save_heads(tmp_path, heads_of("llama", "medusa", "low_rank", 20), "someone/trunk")
+    monkeypatch.setattr(torch.linalg, "eigh", None)
+    load_heads(tmp_path, trunk_of())
+
+
+def test_draft_ids_that_no_manifest_tells_of(folder: Path) -> None:
+    edited(folder, lambda weights: weights.update({DRAFT_IDS: torch.arange(20)}))
+    with pytest.raises(UserError, match=f"{DRAFT_IDS} is \\(20,\\).*none of that name"):
+        load_heads(folder, trunk_of())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("vocab", "20"), ("vocab", 2.5), ("rank", [7]), ("rank", None), ("vocab", 0)]
+)
+def test_sizes_that_are_none_are_named(name: str, value: object, tmp_path: Path) -> None:
+    save_heads(tmp_path, heads_of("llama", "medusa", "low_rank", 20), "someone/trunk")
+    content = json.loads((tmp_path / MANIFEST).read_text())
+    content["heads"][name] = value
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        read_manifest(tmp_path)
+    assert name in one_line(caught) and str(tmp_path) in one_line(caught)
 
 
 def test_saving_again_replaces(folder: Path) -> None:

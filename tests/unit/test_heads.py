@@ -12,7 +12,7 @@ import transformers
 from medusa.accept import DeterministicRule
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.errors import UserError
-from medusa.heads import KINDS, HeadsConfig, MedusaHeads
+from medusa.heads import KINDS, PROJECTIONS, HeadsConfig, MedusaHeads
 from medusa.laws import Laws
 from medusa.sampling import SamplingParams, to_probs
 from medusa.testing import VOCAB, plain_greedy, random_heads, random_topology, tiny_model, tiny_trunk
@@ -45,16 +45,18 @@ def test_a_new_head_is_the_trunks_own(family: str, kind: str, projection: str) -
         torch.testing.assert_close(heads.logits(head, features), output.logits, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("projection", ["own", "shared"])
+@pytest.mark.parametrize("projection", PROJECTIONS)
 @pytest.mark.parametrize("family", ["phi", "cohere", "granite", "gemma2"])
 def test_a_trained_head_keeps_the_trunks_scale_and_softcap(family: str, projection: str) -> None:
-    trunk = trunk_of(family)
-    heads = random_heads(trunk, HeadsConfig("medusa", num=1, projection=projection))
+    trunk, rank = trunk_of(family), 6 if projection == "low_rank" else None
+    heads = random_heads(trunk, HeadsConfig("medusa", num=1, projection=projection, rank=rank))
     features = heads.features(0, torch.randn(5, 32, dtype=torch.float64), None)
     made = heads.heads[0].projection
     weight, bias = (
         (made.weight, made.bias) if made is not None else (trunk.model.lm_head.weight, trunk.model.lm_head.bias)
     )
+    if rank is not None:
+        weight = weight @ made.down.weight
     expected = features @ weight.T + (0 if bias is None else bias)
     expected = {
         "phi": expected,
@@ -114,6 +116,64 @@ def test_shared_projections_hold_no_vocabulary() -> None:
     assert all(VOCAB not in parameter.shape for parameter in heads.parameters())
 
 
+# Low rank.
+
+
+def low_rank(family: str, rank: int, **options: object) -> MedusaHeads:
+    config = HeadsConfig("root", num=2, projection="low_rank", rank=rank)
+    return MedusaHeads(config, trunk_of(family), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi", "gemma2"])
+@pytest.mark.parametrize("rank", [1, 5, 32])
+def test_a_low_rank_head_starts_as_near_to_the_trunk_as_its_rank_allows(family: str, rank: int) -> None:
+    # Eckart and Young: the truncated singular value decomposition; of the whole rank it is the trunk's own
+    heads, output = low_rank(family, rank), trunk_of(family).model.get_output_embeddings()
+    left, values, right = torch.linalg.svd(output.weight, full_matrices=False)
+    nearest = (left[:, :rank] * values[:rank]) @ right[:rank]
+    for head in heads.heads:
+        torch.testing.assert_close(head.projection.weight @ head.projection.down.weight, nearest, rtol=1e-9, atol=1e-9)
+        assert output.bias is None or torch.equal(head.projection.bias, output.bias)
+    hidden = trunk_of(family).forward(torch.tensor([PROMPT])).hidden
+    expected = trunk_of(family).project(hidden, nearest, output.bias)
+    torch.testing.assert_close(heads.logits(1, hidden), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_low_rank_projection_is_two_thin_matrices_per_head() -> None:
+    heads = low_rank("llama", 5)
+    shapes = {name: tuple(p.shape) for name, p in heads.heads[1].projection.named_parameters()}
+    assert shapes == {"weight": (VOCAB, 5), "down.weight": (5, 32)}
+    assert len({p.data_ptr() for p in heads.parameters()}) == 2 * (2 + 2)
+    assert all(p.requires_grad for p in heads.parameters())
+
+
+def test_low_rank_starts_do_not_depend_on_the_library() -> None:
+    # a singular vector's sign is free: its largest value is positive
+    for head in low_rank("llama", 9).heads:
+        down = head.projection.down.weight
+        assert (down.gather(1, down.abs().argmax(1, keepdim=True)) > 0).all()
+    one, other = low_rank("llama", 9), low_rank("llama", 9)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_weights_that_are_loaded_next_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(matrix: torch.Tensor) -> None:
+        raise AssertionError("a decomposition")
+
+    monkeypatch.setattr(torch.linalg, "eigh", never)
+    low_rank("llama", 5, initialise=False)
+    with pytest.raises(AssertionError, match="a decomposition"):
+        low_rank("llama", 5)
+
+
+def test_a_rank_beyond_the_projections_is_refused() -> None:
+    with pytest.raises(UserError, match=r"heads\.rank=33: a projection of 32 to 65 has at most 32"):
+        low_rank("llama", 33)
+    with pytest.raises(UserError, match="at most 3"):
+        config = HeadsConfig("root", projection="low_rank", rank=4, vocab=3)
+        MedusaHeads(config, trunk_of(), torch.tensor([1, 2, 3]))
+
+
 def test_what_each_kind_reads() -> None:
     assert [HeadsConfig("medusa").reads(head) for head in range(3)] == [0, 0, 0]
     assert [HeadsConfig("root").reads(head) for head in range(3)] == [1, 1, 1]
@@ -134,6 +194,11 @@ def test_heads_take_the_trunks_type() -> None:
         ({"projection": "share"}, ["heads.projection='share'", "did you mean shared?"]),
         ({"num": 0}, ["heads.num=0"]),
         ({"layers": -1}, ["heads.layers=-1"]),
+        ({"vocab": 0}, ["heads.vocab=0"]),
+        ({"projection": "low_rank", "rank": 0}, ["heads.rank=0"]),
+        ({"projection": "low_rank"}, ["heads.rank=None", "'low_rank'", "64"]),
+        ({"projection": "shared", "rank": 8}, ["heads.rank=8", "'shared'", "leave rank out"]),
+        ({"rank": 8}, ["heads.rank=8", "'own'", "low_rank"]),
     ],
 )
 def test_wrong_configurations_are_named(options: dict[str, object], words: list[str]) -> None:

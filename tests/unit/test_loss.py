@@ -20,8 +20,19 @@ NUM = 3
 SETTINGS = ["plain", "masked", "packed", "both"]
 
 
-def make_heads(kind: str, projection: str = "own", trunk: Trunk | None = None, layers: int = 1) -> MedusaHeads:
-    return random_heads(trunk or tiny_trunk("llama"), HeadsConfig(kind, NUM, layers, projection), scale=0.2)
+def make_heads(
+    kind: str, projection: str = "own", trunk: Trunk | None = None, layers: int = 1, vocab: int | None = None
+) -> MedusaHeads:
+    trunk, rank = trunk or tiny_trunk("llama"), 7 if projection == "low_rank" else None
+    config = HeadsConfig(kind, NUM, layers, projection, vocab, rank)
+    if vocab is None:
+        return random_heads(trunk, config, scale=0.2)
+    generator = torch.Generator().manual_seed(5)
+    heads = MedusaHeads(config, trunk, torch.randperm(trunk.vocab_size, generator=generator)[:vocab].sort().values)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
+    return heads
 
 
 @dataclass
@@ -52,15 +63,18 @@ def make_batch(heads: MedusaHeads, setting: str = "both", rows: int = 3, length:
     return Batch(hidden.to(heads.trunk.dtype), ids, labels, segments)
 
 
-def naive(heads: MedusaHeads, batch: Batch, teacher: Tensor | None = None) -> tuple[list[Tensor], list[list[int]]]:
-    """Loss sums, and [count, top-1, top-5] per head, pair by pair from the definition."""
+def naive(
+    heads: MedusaHeads, batch: Batch, teacher: Tensor | None = None, acceptance: bool = False
+) -> tuple[list[Tensor], list[list[int]]]:
+    """Loss sums, and [count, top-1, top-5, outside] per head, pair by pair from the definition."""
     sums, numbers = [], []
     rows, length = batch.ids.shape
+    known = list(range(heads.trunk.vocab_size)) if heads.draft_ids is None else heads.draft_ids.tolist()
     for head in range(NUM):
         losses, ranks = [], []
         for row in range(rows):
             for t in range(length - 2 - head):
-                target = batch.labels[row, t + 2 + head]
+                target = int(batch.labels[row, t + 2 + head])
                 across = batch.segments is not None and len(batch.segments[row, t : t + 3 + head].unique()) > 1
                 if target == -100 or across:
                     continue
@@ -68,13 +82,15 @@ def naive(heads: MedusaHeads, batch: Batch, teacher: Tensor | None = None) -> tu
                 context = heads.embed(read).flatten() if len(read) else None
                 logits = heads.logits(head, heads.features(head, batch.hidden[row, t], context))
                 law = logits.log_softmax(-1)
-                if teacher is None:
-                    losses.append(-law[target])
-                else:
-                    losses.append(-(teacher[row, t + 1 + head].softmax(-1) * law).sum())
-                ranks.append(int((law > law[target]).sum()))
+                ranks.append(int((law > law[known.index(target)]).sum()) if target in known else 1000)
+                if teacher is not None:
+                    p = teacher[row, t + 1 + head].softmax(-1)[known]
+                    losses.append(-torch.minimum(p, law.exp()).sum().log() if acceptance else -(p * law).sum())
+                elif target in known:
+                    losses.append(-law[known.index(target)])
         sums.append(torch.stack(losses).sum() if losses else batch.hidden.new_zeros(()))
-        numbers.append([len(ranks), sum(rank < 1 for rank in ranks), sum(rank < 5 for rank in ranks)])
+        hits = [sum(rank < best for rank in ranks) for best in (1, 5)]
+        numbers.append([len(ranks), *hits, sum(rank == 1000 for rank in ranks)])
     return sums, numbers
 
 
@@ -82,14 +98,22 @@ def close(left: Tensor, right: Tensor, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
 
 
-def assert_equal(heads: MedusaHeads, batch: Batch, teacher: Tensor | None = None, chunk: int | None = 5) -> None:
+def assert_equal(
+    heads: MedusaHeads,
+    batch: Batch,
+    teacher: Tensor | None = None,
+    chunk: int | None = 5,
+    acceptance: bool = False,
+    states: Tensor | None = None,
+) -> None:
     """Same sums, numbers, total, and gradients of every parameter and of the states."""
     batch.hidden.requires_grad_()
     learners = [batch.hidden, *heads.parameters()]
-    sums, numbers = naive(heads, batch, teacher)
-    loss = batch.loss(heads, chunk, teacher=teacher)
+    sums, numbers = naive(heads, batch, teacher, acceptance)
+    taught = {"teacher": teacher} if states is None else {"teacher_states": states}
+    loss = batch.loss(heads, chunk, **taught, acceptance=acceptance)
     close(loss.loss_sums_K, torch.stack(sums))
-    assert torch.stack([loss.counts_K, loss.top1_K, loss.top5_K], 1).tolist() == numbers
+    assert torch.stack([loss.counts_K, loss.top1_K, loss.top5_K, loss.outside_K], 1).tolist() == numbers
     expected = sum(0.8**k * sums[k] / max(1, numbers[k][0]) for k in range(NUM))
     assert isinstance(expected, Tensor)
     close(loss.total(), expected)
@@ -111,18 +135,68 @@ def test_equals_naive(kind: str, projection: str, setting: str) -> None:
     assert_equal(heads, make_batch(heads, setting))
 
 
+def random_teacher(batch: Batch) -> Tensor:
+    return torch.randn(*batch.ids.shape, 65, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("acceptance", [False, True])
 @pytest.mark.parametrize("projection", PROJECTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_teacher_equals_naive(kind: str, projection: str) -> None:
+def test_teacher_equals_naive(kind: str, projection: str, acceptance: bool) -> None:
     heads = make_heads(kind, projection, layers=2)
     batch = make_batch(heads)
-    teacher = torch.randn(*batch.ids.shape, 65, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    assert_equal(heads, batch, teacher)
+    assert_equal(heads, batch, random_teacher(batch), acceptance=acceptance)
 
 
+@pytest.mark.parametrize("objective", ["labels", "soft", "acceptance"])
+@pytest.mark.parametrize("projection", PROJECTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_vocabulary_equals_naive(kind: str, projection: str, objective: str) -> None:
+    heads = make_heads(kind, projection, vocab=24)
+    batch = make_batch(heads)
+    teacher = None if objective == "labels" else random_teacher(batch)
+    assert_equal(heads, batch, teacher, acceptance=objective == "acceptance")
+    loss = batch.loss(heads)
+    assert (loss.outside_K > 0).all() and (loss.outside_K < loss.counts_K).all()
+
+
+@pytest.mark.parametrize("vocab", [None, 24])
+@pytest.mark.parametrize("acceptance", [False, True])
+@pytest.mark.parametrize("family", ["llama", "phi", "gemma2"])  # a plain projection, one with a bias, a softcap
+def test_a_teacher_may_be_given_by_its_states(family: str, acceptance: bool, vocab: int | None) -> None:
+    trunk = tiny_trunk(family)
+    heads = make_heads("root", "shared", trunk, vocab=vocab)
+    batch = make_batch(heads)
+    states = torch.randn(batch.hidden.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    assert_equal(heads, batch, trunk.project(states).detach(), acceptance=acceptance, states=states.requires_grad_())
+    assert states.grad is None
+
+
+def test_what_is_outside_the_draft_vocabulary_adds_nothing_to_hard_labels() -> None:
+    # nor does it thin out the divisor: the pairs inside weigh what they weigh without a draft vocabulary
+    heads = make_heads("medusa", vocab=24)
+    batch = make_batch(heads, "plain")
+    whole = batch.loss(heads)
+    assert torch.equal(whole.counts_K, count_pairs(batch.labels, None, NUM))
+    batch.labels[heads.columns(batch.labels) < 0] = -100
+    inside = batch.loss(heads)
+    close(inside.loss_sums_K, whole.loss_sums_K)
+    assert torch.equal(inside.counts_K, whole.counts_K - whole.outside_K) and not inside.outside_K.any()
+    assert torch.equal(inside.top5_K, whole.top5_K)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+@pytest.mark.parametrize("acceptance", [False, True])
+def test_chunk_size_is_of_no_account_to_a_teacher(chunk: int, acceptance: bool) -> None:
+    heads = make_heads("hydra", "low_rank", vocab=24)
+    batch = make_batch(heads, "packed")
+    assert_equal(heads, batch, random_teacher(batch), chunk, acceptance)
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
 @pytest.mark.parametrize("family", ["granite", "cohere", "gemma2", "phi"])
-def test_scale_softcap_and_bias_of_the_trunk(family: str) -> None:
-    heads = make_heads("root", "own", tiny_trunk(family))
+def test_scale_softcap_and_bias_of_the_trunk(family: str, projection: str) -> None:
+    heads = make_heads("root", projection, tiny_trunk(family), vocab=24)
     assert_equal(heads, make_batch(heads))
 
 
@@ -155,14 +229,16 @@ def test_micro_batches_add_up_to_the_batch() -> None:
         close(mine, theirs)
 
 
+@pytest.mark.parametrize("objective", ["labels", "soft", "acceptance"])
 @pytest.mark.parametrize("length", [1, 2, 12])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_supervised_token(kind: str, length: int) -> None:
-    heads = make_heads(kind)
+def test_no_supervised_token(kind: str, length: int, objective: str) -> None:
+    heads = make_heads(kind, "low_rank", vocab=24)
     batch = make_batch(heads, "plain", length=length)
     batch.labels[:, 2:] = -100  # no head predicts the first two
     batch.hidden.requires_grad_()
-    loss = batch.loss(heads)
+    teacher = None if objective == "labels" else random_teacher(batch)
+    loss = batch.loss(heads, teacher=teacher, acceptance=objective == "acceptance")
     loss.total().backward()
     assert loss.total().item() == 0
     assert loss.counts_K.tolist() == loss.top1_K.tolist() == loss.top5_K.tolist() == [0] * NUM
@@ -259,19 +335,30 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("objective", ["labels", "soft", "acceptance"])
 @pytest.mark.parametrize("projection", PROJECTIONS)
-def test_nothing_larger_than_a_chunk_of_logits(projection: str, soft: bool) -> None:
+def test_nothing_larger_than_a_chunk_of_logits(projection: str, objective: str) -> None:
     vocab, chunk = 2000, 40  # more rows than the 32 of a state: the projection's gradient is smaller then
     heads = make_heads("hydra", projection, tiny_trunk("llama", vocab_size=vocab))
     batch = make_batch(heads, rows=4, length=64)
-    teacher = torch.randn(4, 64, vocab, dtype=torch.float64) if soft else None
+    teacher = None if objective == "labels" else torch.randn(4, 64, vocab, dtype=torch.float64)
     pairs = int(count_pairs(batch.labels, batch.segments, NUM).max())
     assert pairs > 2 * chunk
     for size, largest in ((chunk, chunk * vocab), (1000, pairs * vocab)):
         with Sizes(teacher) as sizes:
-            batch.loss(heads, size, teacher=teacher).total().backward()
+            batch.loss(heads, size, teacher=teacher, acceptance=objective == "acceptance").total().backward()
         assert sizes.largest == largest
+
+
+@pytest.mark.parametrize("vocab", [None, 500])
+def test_a_teacher_of_states_makes_no_logits_larger_than_a_chunk(vocab: int | None) -> None:
+    everything, chunk = 2000, 140
+    heads = make_heads("root", "shared", tiny_trunk("llama", vocab_size=everything), vocab=vocab)
+    batch = make_batch(heads, "plain", rows=8, length=64)
+    assert count_pairs(batch.labels, batch.segments, NUM).min() > 2 * chunk
+    with Sizes(None) as sizes:
+        batch.loss(heads, chunk, teacher_states=batch.hidden).total().backward()
+    assert sizes.largest == chunk * (vocab or everything)
 
 
 def test_what_is_kept_for_the_backward_does_not_grow_with_the_text() -> None:
@@ -313,5 +400,7 @@ def test_bad_arguments() -> None:
     batch = make_batch(heads)
     with pytest.raises(UserError, match="chunk=0: give at least 1"):
         batch.loss(heads, 0)
+    with pytest.raises(UserError, match="acceptance=True and no teacher"):
+        batch.loss(heads, acceptance=True)
     with pytest.raises(UserError, match="2 head weights for 3 heads"):
         multi_head_loss(heads, batch.hidden, batch.ids, batch.labels, None, weights(2))

@@ -13,8 +13,9 @@ from medusa.errors import UserError
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.testing import tiny_trunk
 from medusa.train.config import HeadsTraining, Training
+from medusa.train.follow import Pace, follow
 from medusa.train.heldout import HeadsEvaluation, text_loss
-from medusa.train.loop import HeadsObjective, HeadsTrainer, Pace, TrunkTrainer, follow, next_token_loss, positions_of
+from medusa.train.loop import HeadsObjective, HeadsTrainer, TrunkTrainer, next_token_loss, positions_of
 from medusa.trunk import Trunk
 
 CPU = torch.device("cpu")
@@ -180,3 +181,93 @@ def test_a_busy_machine_is_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     alone = Pace(watched=True)
     assert not any(alone.is_lost(1.0) for _ in range(20)) and not any(alone.is_lost(99.0) for _ in range(9))
+
+
+NAMES = ("input_ids", "segments", "labels")
+
+
+class Uneven(RandomBlocks):
+    """Rows of which the first supervise little and the last much."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        kept = torch.arange(self.block) < 3 + 12 * (index % 4) // 3
+        return row | {"labels": row["input_ids"].masked_fill(~kept, -100)}
+
+
+def accumulated(kind: str, parts: int, rows: RandomBlocks, steps: int = 3) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """What is logged in ``steps`` steps of 4 rows, each taken in ``parts``, and the weights after them, in fp64."""
+    options: dict[str, Any] = {
+        "steps": steps,
+        "batch": 4,
+        "accumulate": parts,
+        "log_every": 1,
+        "warmup": 0,
+        "clip": 0.5,
+    }
+    trunk = tiny_trunk("llama")
+    trainer: TrunkTrainer | HeadsTrainer
+    if kind == "trunk":
+        model = trunk.model.requires_grad_(True)
+        trainer = TrunkTrainer(model, rows, Training(optimizer="adamw", **options), seed=0, device=CPU)
+    else:
+        training = HeadsTraining(**options)
+        objective = HeadsObjective(MedusaHeads(HeadsConfig("hydra", num=3), trunk), training)
+        trainer = HeadsTrainer(objective, rows, training, seed=0, device=CPU)
+    written: list[Any] = []
+    follow(trainer, kind, lambda step: {}, lambda step, figures: written.append(figures))
+    logged = [
+        [event["loss"], event["grad_norm"], *event.get("head_loss", []), *event.get("top1", [])]
+        for event in written
+        if "loss" in event
+    ]
+    return logged, {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["trunk", "heads"])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_step_in_parts_is_the_step(kind: str, uneven: bool) -> None:
+    data = rows(12)
+    if uneven:
+        data = Uneven(data.tokens_T, data.segments_T, data.block, 12, 0)
+    whole, weights = accumulated(kind, 1, data)
+    for parts in (2, 4):
+        logged, found = accumulated(kind, parts, data)
+        torch.testing.assert_close(torch.tensor(logged), torch.tensor(whole), rtol=1e-6, atol=1e-6)
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+def test_the_divisor_is_what_the_losses_count() -> None:
+    whole = rows(4)
+    data = Uneven(whole.tokens_T, whole.segments_T, whole.block, 4, 0)
+    trunk, training = tiny_trunk("llama"), HeadsTraining()
+    objective = HeadsObjective(MedusaHeads(HeadsConfig("hydra", num=3), trunk), training)
+    for source in (whole, data):
+        parts = [{name: value[None] for name, value in source[index].items()} for index in range(4)]
+        losses = [next_token_loss(trunk.model, *(part.get(name) for name in NAMES)) for part in parts]
+        of_trunk = TrunkTrainer(trunk.model, source, training, seed=0, device=CPU)
+        assert int(of_trunk.whole(parts)) == sum(int(count) for _, count in losses)
+        of_heads = HeadsTrainer(objective, source, training, seed=0, device=CPU)
+        assert of_heads.whole(parts).equal(torch.stack([objective(**part).counts_K for part in parts]).sum(0))
+
+
+def test_the_uneven_rows_would_show_a_mean_of_means() -> None:
+    data = Uneven(rows(4).tokens_T, rows(4).segments_T, 16, 4, 0)
+    model = tiny_trunk("llama").model
+    parts = [next_token_loss(model, *(data[index][name][None] for name in NAMES)) for index in range(4)]
+    whole = sum(float(loss) for loss, _ in parts) / sum(int(count) for _, count in parts)
+    assert abs(sum(float(loss / count) for loss, count in parts) / 4 - whole) > 1e-3
+
+
+def test_a_step_that_supervises_nothing_changes_nothing_and_counts_zero() -> None:
+    class Nothing(RandomBlocks):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            row = super().__getitem__(index)
+            return row | {"labels": torch.full_like(row["input_ids"], -100)}
+
+    data = Nothing(rows(4).tokens_T, rows(4).segments_T, 16, 4, 0)
+    for kind in ("trunk", "heads"):
+        logged, weights = accumulated(kind, 2, data, steps=1)
+        assert logged[0][:2] == [0.0, 0.0]
+        assert all(value.isfinite().all() for value in weights.values())

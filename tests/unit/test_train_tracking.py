@@ -74,3 +74,22 @@ def test_offline_leaves_a_file_that_holds_the_events(tmp_path: Path) -> None:
         assert time.monotonic() < deadline, file.read_bytes()
         time.sleep(0.05)
     assert lines(tmp_path) == [{"stage": "heads", "step": 3, "tokens_per_step": 2.125, "top1": [0.5, 0.25]}]
+
+
+def test_a_stage_gone_on_with_keeps_its_lines_up_to_that_step(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for stage, step in (("trunk", 9), ("heads", 2), ("heads", 4), ("heads", 4), ("heads", 5)):
+        log.write(stage, step, {})
+    with log.path.open("a", encoding="utf-8") as file:
+        file.write('{"stage": "heads", "step"')  # a kill in the middle of a line
+    log.begin("heads", 4)
+    assert [(event["stage"], event["step"]) for event in lines(tmp_path)] == [
+        ("trunk", 9),
+        ("heads", 2),
+        ("heads", 4),
+        ("heads", 4),
+    ]
+    log.write("heads", 5, {"loss": 1.0})
+    assert lines(tmp_path)[-1] == {"stage": "heads", "step": 5, "loss": 1.0}
+    log.begin("heads")
+    assert [event["stage"] for event in lines(tmp_path)] == ["trunk"]
