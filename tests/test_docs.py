@@ -23,7 +23,7 @@ SHORTER = {
     "bench": ["--prompts", "1", "--repeats", "1", "--max-new-tokens", "8"],
     "calibrate": ["--prompts", "2", "--tokens", "8", "--rounds", "1", "--sizes", "1", "3"],
 }
-NEEDS_THE_WORLD = ("data", "trunk", "chat")  # from the web or a package index: test_tinyshakespeare.py, test_trunks.py
+NEEDS_THE_WORLD = ("data", "trunk", "chat", "distill")  # from the web or a package index; tests/unit has them in small
 
 
 def blocks(language: str) -> list[str]:
