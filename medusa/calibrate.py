@@ -31,6 +31,7 @@ from medusa.trunk import Trunk
 Progress = Callable[[int, int], None]  # done, total
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 NEVER = 1 << 40  # the rank of a token that is not drafted
+TIES = 16  # tokens of one score, in half precision not rare, up to which a rank says something
 ROUNDS = 40  # times each tree is measured: medians over fewer jump
 GOOD_ENOUGH = 0.98  # a smaller tree this close to the fastest is taken: timings are no better than that
 
@@ -80,7 +81,8 @@ def head_ranks(heads: MedusaHeads, held: Continuations) -> list[Tensor]:
 
     Row t drafts from the t-th state that a step could start at: the last of the prompt, then those of the
     continuation, up to the one that has a token left to emit after its root. -1 where the text has ended, ``NEVER``
-    for a token that is never drafted: it only pads the vocabulary, or is outside the heads' draft vocabulary.
+    for a token that is never drafted, or not to be counted on: it only pads the vocabulary, is outside the heads' draft
+    vocabulary, or ties with many others.
     """
     ranks = []
     for ids, start, hidden_TD in zip(held.ids, held.starts, held.hidden, strict=True):
@@ -95,10 +97,12 @@ def head_ranks(heads: MedusaHeads, held: Continuations) -> list[Tensor]:
             features = heads.features(head, hidden_TD[states], context)
             logits = heads.logits(head, features)
             answer = heads.columns(text[states + 2 + head])
-            true = logits.gather(1, answer.clamp(min=0)[:, None])
-            # counted from below, so that a NaN is never a hit
-            rank = heads.choices - 1 - (heads.draftable(logits) < true).sum(1)
-            row[: len(states), head] = torch.where((answer >= 0) & (answer < heads.choices), rank, NEVER).cpu()
+            true, logits = logits.gather(1, answer.clamp(min=0)[:, None]), heads.draftable(logits)
+            rank = heads.choices - 1 - (logits < true).sum(1)  # the last of those that tie
+            # where many tie, which of them stands where is chance, though it looks like one and the same rank
+            told = (logits == true).sum(1) <= TIES  # never, where one is not a number
+            drafted = (answer >= 0) & (answer < heads.choices) & told & ~logits.isnan().any(1)
+            row[: len(states), head] = torch.where(drafted, rank, NEVER).cpu()
         ranks.append(row)
     return ranks
 

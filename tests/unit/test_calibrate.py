@@ -558,6 +558,33 @@ def test_fewer_than_two_prompts_are_refused(prompts: list[list[int]]) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_heads_that_say_nothing_promise_nothing(value: float) -> None:
+    # all tokens tie: the true one stands at one and the same rank, always, and no tree may be grown on that
+    heads = random_heads(trunk_of(), HeadsConfig("medusa", 3))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.fill_(value)
+    ranks = head_ranks(heads, held_of())
+    assert tokens_per_step(grow(ranks, 16), ranks) == 1.0
+
+
+def test_a_few_that_tie_count_as_the_last_of_them() -> None:
+    heads = random_heads(trunk_of(), HeadsConfig("medusa", 1))
+    projection = heads.head(0).projection
+    assert projection is not None
+    with torch.no_grad():
+        projection.weight[1::2] = projection.weight[:-1:2]  # tokens 2n and 2n+1 tie
+        if projection.bias is not None:
+            projection.bias[1::2] = projection.bias[:-1:2]
+    held = held_of()
+    for row, ids, start, hidden_TD in zip(head_ranks(heads, held), held.ids, held.starts, held.hidden, strict=True):
+        for place, rank in enumerate(row[:, 0].tolist()):
+            state = start - 1 + place
+            logits_V = heads.logits(0, heads.features(0, hidden_TD[state], None))
+            assert rank == int((logits_V >= logits_V[ids[state + 2]]).sum()) - 1
+
+
 def test_texts_that_end_at_once_leave_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     first = plain_greedy(trunk_of(), PROMPTS[1], 1)[0]
     trunk = trunk_of(eos=first)
