@@ -109,7 +109,7 @@ class Job:
     def _notes(self, start: float, settings: dict[str, Any]) -> dict[str, Any]:
         to_disk(self.log.path)  # no checkpoint may outlive the lines before it
         threads = {"steps": torch.get_num_threads(), "before": self._held_threads}
-        return {"settings": settings, "seconds": round(time.perf_counter() - start, 1), "threads": threads}
+        return {"settings": settings, "seconds": round(time.perf_counter() - start, 3), "threads": threads}
 
     def held(self, trunk: Trunk, saved: Saved | None = None) -> Continuations:
         """The trunk's own greedy continuations of held-out prompts, made once: heads and trees are judged by them."""

@@ -504,7 +504,7 @@ def test_the_number_of_threads_and_the_time_taken_go_on(
 ) -> None:
     path = Path(broken_off.run) / "checkpoints" / "heads" / "checkpoint-6" / "stage.json"
     content = json.loads(path.read_text())
-    assert content["threads"] == {"steps": 1, "before": 1} and 0 < content["seconds"] < 1000
+    assert content["threads"] == {"steps": 1, "before": 1} and 0 <= content["seconds"] < 1000
     path.write_text(json.dumps(content | {"seconds": 1000.0}))
     timed: list[int] = []
     monkeypatch.setattr("medusa.train.stages.pick_threads", lambda work: timed.append(1))
