@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from medusa.cli import new_parser, parse
 from medusa.errors import UserError, nearest
 
-from .cli import IN_PYTHON, _add_machine, _engine
+from .cli import IN_PYTHON, _add_decoding, _engine
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -59,7 +59,6 @@ def run(command: str, argv: list[str]) -> int:
 
 
 def _parser() -> jsonargparse.ArgumentParser:
-    from .options import Options
 
     parser = new_parser("chat", "Chat with a model; the answers go to stdout, all else to stderr.")
     parser.add_argument(
@@ -73,14 +72,7 @@ def _parser() -> jsonargparse.ArgumentParser:
     parser.add_argument(
         "--chat_template_kwargs", type=dict, help="the template's own variables, such as '{enable_thinking: false}'"
     )
-    _add_machine(parser)
-    parser.add_argument(
-        "--threads", type=int, help="processor threads; left out, as many as calibration, or a trial, finds best here"
-    )
-    parser.add_argument("--baseline", action="store_true", help="decode without drafts: the same text, step by step")
-    parser.add_argument("--stop_strings", type=str, nargs="+", help="texts that end an answer where they first come")
-    parser.add_argument("--logprobs", action="store_true", help="report each token's log-probability; with --json")
-    parser.add_class_arguments(Options, skip={"baseline", "stop_strings", "logprobs", *IN_PYTHON})
+    _add_decoding(parser)
     return parser
 
 

@@ -51,14 +51,7 @@ def _generate(argv: list[str]) -> int:
     parser.add_argument("--prompt_file", type=str, help="a UTF-8 file that holds it")
     parser.add_argument("--stream", action="store_true", help="print the text while it is decoded")
     parser.add_argument("--json", action="store_true", help="print text, ids and figures as one JSON object")
-    _add_machine(parser)
-    parser.add_argument(
-        "--threads", type=int, help="processor threads; left out, as many as calibration, or a trial, finds best here"
-    )
-    parser.add_argument("--baseline", action="store_true", help="decode without drafts: the same text, step by step")
-    parser.add_argument("--stop_strings", type=str, nargs="+", help="texts that end the text where they first come")
-    parser.add_argument("--logprobs", action="store_true", help="report each token's log-probability; with --json")
-    parser.add_class_arguments(Options, skip={"baseline", "stop_strings", "logprobs", *IN_PYTHON})
+    _add_decoding(parser)
     args = parse(parser, argv)
     if args.stream and args.json:
         raise UserError("--stream and --json: the JSON is printed at the end, give one of the two")
@@ -76,6 +69,20 @@ def _generate(argv: list[str]) -> int:
         print(json.dumps(_as_json(prompt, completion)) if args.json else prompt + completion.text)
     print(_figures(completion), file=sys.stderr)
     return 0
+
+
+def _add_decoding(parser: jsonargparse.ArgumentParser) -> None:
+    """Where and how to decode, for the commands that do."""
+    from .options import Options
+
+    _add_machine(parser)
+    parser.add_argument(
+        "--threads", type=int, help="processor threads; left out, as many as calibration, or a trial, finds best here"
+    )
+    parser.add_argument("--baseline", action="store_true", help="decode without drafts: the same text, step by step")
+    parser.add_argument("--stop_strings", type=str, nargs="+", help="texts that end the text where they first come")
+    parser.add_argument("--logprobs", action="store_true", help="report each token's log-probability; with --json")
+    parser.add_class_arguments(Options, skip={"baseline", "stop_strings", "logprobs", *IN_PYTHON})
 
 
 def _add_machine(parser: jsonargparse.ArgumentParser) -> None:
