@@ -144,5 +144,7 @@ class Transcript:
 
 def _tail(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], size: int) -> str:
     """The last characters of the prompt's text, special tokens written out, up to the last that is whole."""
-    text = tokenizer.decode(list(prompt[-size - 1 :]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    # a character may take four tokens, the last one be unfinished, and the space that a window begins with be lost
+    window = list(prompt[-4 * (size + 2) :])
+    text = tokenizer.decode(window, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return str(text).rstrip(REPLACEMENT)[-size:]

@@ -131,6 +131,24 @@ def test_a_row_stops_where_transformers_stops_it(tokenizer: Any, seed: int, data
             assert (tokenizer.decode(prompt).rstrip("\ufffd") + said).endswith(transcript.stop)
 
 
+@pytest.mark.parametrize("stop", [" 你", "b 你", "ab 你", "你", "你a"])
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_a_stop_string_may_begin_in_a_prompt_that_ends_within_a_character(stop: str, cut: int) -> None:
+    # the space before the character is the first thing in a short window of the prompt, where decoding drops it
+    ids = FALLBACK.encode("ab ab 你ab", add_special_tokens=False)
+    cut = len(ids) - cut
+    criterion, transcript = StopStringCriteria(FALLBACK, [stop]), Transcript(FALLBACK, ids[:cut], [stop])
+    for end in range(cut + 1, len(ids) + 1):
+        transcript.push([ids[end - 1]])
+        if bool(criterion(torch.tensor([ids[:end]]), None)):
+            break
+        assert transcript.stop is None
+    else:
+        assert transcript.stop is None
+        return
+    assert transcript.stop == stop and len(transcript.ids) == end - cut
+
+
 def run(tokenizer: Any, ids: Sequence[int], stops: Sequence[str], include: bool, prompt: Sequence[int] = ()) -> Any:
     """Push one by one; return the transcript and what was certain of text and ids after each push."""
     transcript = Transcript(tokenizer, list(prompt) or [0], stops, include_stop=include)
