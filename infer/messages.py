@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from medusa.data.records import ROLES
 from medusa.encoding import encode
 from medusa.errors import UserError, nearest, reason
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]  # role and content, and perhaps what a template knows beside them, such as tool_calls
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 # Arguments of apply_chat_template that decide what comes out; the others, and the template's own, are the caller's.
 OURS = (
     "add_generation_prompt",

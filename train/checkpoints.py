@@ -153,6 +153,15 @@ def to_disk(path: Path) -> None:
 
 
 @contextmanager
+def writing(what: str, way: str) -> Iterator[None]:
+    """Raise UserError where ``what`` can't be written, with the ``way`` out."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} can't be written ({error.strerror or reason(error)}): {way}") from error
+
+
+@contextmanager
 def told(what: str, folder: Path, way: str) -> Iterator[None]:
     """Raise UserError where ``what`` can't be written to ``folder``: a full disk, one that is read-only, a quota."""
     try:

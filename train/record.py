@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import medusa
 from medusa.checkpoint import CALIBRATION, CONFIG, LOG, MANIFEST, RUN, TREE, WEIGHTS, read_manifest
-from medusa.errors import UserError, reason
+from medusa.errors import UserError
 from medusa.files import read_json, write_json, write_text
 from medusa.machine import describe
 
-from .checkpoints import FOLDER, Checkpoints, Saved
+from .checkpoints import FOLDER, Checkpoints, Saved, writing
 from .config import TrainConfig, flatten
 
 TRUNK = "trunk"  # the folder of a trunk made here
@@ -129,15 +129,8 @@ class RunRecord:
         found: dict[str, Any] = self.stages[stage]["result"]
         return found
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"the run folder {self.folder} can't be written ({error.strerror or reason(error)}): make room there,"
-                " or choose another with --run"
-            ) from error
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"the run folder {self.folder}", "make room there, or choose another with --run")
 
     def _write(self) -> None:
         content = {

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from medusa.checkpoint import LOG
-from medusa.errors import UserError, reason
+from medusa.errors import UserError
 from medusa.files import write_text
 
+from .checkpoints import writing
 from .config import TrackingConfig
 
 
@@ -45,15 +46,9 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log({f"{stage}/{key}": value for key, value in _spread({"step": step, **values})})
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self.path} can't be written ({error.strerror or reason(error)}): make room and run the same command"
-                " again to go on from the last checkpoint"
-            ) from error
+    def _writing(self) -> AbstractContextManager[None]:
+        way = "make room and run the same command again to go on from the last checkpoint"
+        return writing(str(self.path), way)
 
 
 @contextmanager

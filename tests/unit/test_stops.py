@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, normalizers
-from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
 from medusa.data.tokenizers import char_tokenizer, train_bpe
 from medusa.infer.stops import Found, StopFinder
 from medusa.infer.transcript import Transcript
+
+from .fallback import byte_fallback
 
 LETTERS = "ab"
 BYTES = train_bpe(["hello hello 你 你 佢 佢 ab abab bab"] * 3, 275)
@@ -24,19 +24,7 @@ CHARS = char_tokenizer("abcdef 你\n")
 END = "<|endoftext|>"
 
 
-def byte_fallback() -> PreTrainedTokenizerFast:
-    """As of sentencepiece: spaces are ▁, the first one of a text is stripped, unknown characters become bytes."""
-    tokens = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], *"▁abcdef", "▁a"]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    core = Tokenizer(BPE(vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", clean_up_tokenization_spaces=False)
-
-
-FALLBACK = byte_fallback()
+FALLBACK = byte_fallback("abcdef")
 
 
 def naive(stops: Sequence[str], before: str, text: str) -> tuple[int, str] | None:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from medusa.data.tokenizers import char_tokenizer, train_bpe
 from medusa.infer.text import PENDING, REPLACEMENT, Detokeniser
+
+from .fallback import byte_fallback
 
 # 1 to 4 bytes, a combining accent, an emoji of several code points joined, a flag of two
 SYMBOLS = ["a", "B", " ", "\n", "é", "e\u0301", "你", "好", "😀", "👩\u200d👩\u200d👧", "🇫🇷", "<|endoftext|>"]
@@ -25,19 +27,7 @@ BYTES = train_bpe(["hello hello 你 你 佢 佢"] * 3, 270)
 CHARS = char_tokenizer("".join(sorted({char for symbol in SYMBOLS for char in symbol})))
 
 
-def byte_fallback() -> PreTrainedTokenizerFast:
-    """As of sentencepiece: spaces are ▁, the first one of a text is stripped, unknown characters become bytes."""
-    tokens = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], *"▁abB", "▁a"]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    core = Tokenizer(BPE(vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", clean_up_tokenization_spaces=False)
-
-
-FALLBACK = byte_fallback()
+FALLBACK = byte_fallback("abB")
 
 
 def pieces(tokenizer: Any, ids: Sequence[int], cuts: Sequence[int] = (), context: Sequence[int] = ()) -> list[str]:
