@@ -51,6 +51,9 @@ class DataConfig:
         vocab_size: Tokens of the trained BPE, the 256 bytes and the EOS included.
         heldout: Share held out, taken from the end: of the characters of one document, of the rows of several.
         block: Tokens in a training row.
+        windows: How a plain text is cut into rows: "random" takes windows at any place, no two alike; "tiled" takes
+            rows side by side, each once in an epoch, in another order each time. What the trunk makes of a row can be
+            kept for the next epoch only if it is tiled (heads_training.cache_states); examples always are.
     """
 
     source: str = TINYSHAKESPEARE
@@ -73,6 +76,7 @@ class DataConfig:
     vocab_size: int = 512
     heldout: float = 0.1
     block: int = 128
+    windows: Literal["random", "tiled"] = "random"
 
     def __post_init__(self) -> None:
         if not 0 < self.heldout < 1:
@@ -152,9 +156,9 @@ def pack(documents: Sequence[torch.Tensor], block: int, stride: int | None = Non
     from datasets import Dataset
 
     tokens_T, segments_T = flatten(documents)
-    _check_length(len(tokens_T), block)
+    check_length(len(tokens_T), block)
     tokens_RT = tokens_T.unfold(0, block, stride or block)
-    segments_RT = _within_row(segments_T.unfold(0, block, stride or block))
+    segments_RT = within_row(segments_T.unfold(0, block, stride or block))
     return Dataset.from_dict({"input_ids": tokens_RT.numpy(), "segments": segments_RT.numpy()}).with_format("torch")
 
 
@@ -167,7 +171,7 @@ class RandomBlocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, tokens_T: torch.Tensor, segments_T: torch.Tensor, block: int, samples: int, seed: int) -> None:
         assert tokens_T.shape == segments_T.shape
-        _check_length(len(tokens_T), block)
+        check_length(len(tokens_T), block)
         self.tokens_T, self.segments_T = tokens_T, segments_T
         self.block, self.samples, self.seed = block, samples, seed
 
@@ -183,15 +187,15 @@ class RandomBlocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         if not 0 <= index < self.samples:
             raise IndexError(index)
         window = slice(start := self.offset(index), start + self.block)
-        return {"input_ids": self.tokens_T[window].clone(), "segments": _within_row(self.segments_T[window])}
+        return {"input_ids": self.tokens_T[window].clone(), "segments": within_row(self.segments_T[window])}
 
 
-def _within_row(segments: torch.Tensor) -> torch.Tensor:
+def within_row(segments: torch.Tensor) -> torch.Tensor:
     """Number the documents of each row [.., T] from 0, int64; an empty document between two takes no number."""
     return torch.nn.functional.pad((segments.diff(dim=-1) != 0).cumsum(-1), (1, 0))
 
 
-def _check_length(length: int, block: int) -> None:
+def check_length(length: int, block: int) -> None:
     if length < block:
         raise UserError(f"the text has {length} tokens, a block {block}: give more text, or a smaller block")
 

@@ -18,9 +18,9 @@ from medusa.cli import new_parser, parse
 from medusa.errors import UserError, reason
 
 from .check import check_documents, check_examples, shared, warnings
-from .corpus import DataConfig, RandomBlocks, flatten, load_texts, tokenise
+from .corpus import DataConfig, RandomBlocks, load_texts, tokenise
 from .examples import IGNORE, make_examples
-from .packing import PackedRows, filler_id
+from .packing import PackedRows, TiledBlocks, filler_id, text_rows
 from .records import format_of
 from .tokenizers import load_tokenizer
 
@@ -100,11 +100,11 @@ def inspect(
     tokenizer = load_tokenizer(config, train, heldout, trunk)
     found: dict[str, Any] = {"source": config.source, "format": format_of(train), "tokenizer": len(tokenizer)}
     found["rows"] = {name: len(split) for name, split in zip(KEPT, (train, heldout), strict=True)}
-    made: RandomBlocks | PackedRows
+    made: RandomBlocks | TiledBlocks | PackedRows
     if found["format"] == "text":
         documents = tokenise(train, tokenizer)
         check_documents(documents, tokenizer)
-        made = RandomBlocks(*flatten(documents), config.block, rows, seed)
+        made = text_rows(documents, config, rows, seed)
         tokens = sum(map(len, documents))
         found |= {"tokens": tokens, "length": spread([len(ids) for ids in documents]), "supervised": 1.0}
         found |= {"block": config.block, "packed_rows": tokens // config.block, "filled": 1.0, "warnings": []}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from medusa.errors import UserError
 
+from .corpus import DataConfig, RandomBlocks, check_length, flatten, within_row
 from .examples import IGNORE, Example
 
 if TYPE_CHECKING:
@@ -137,11 +138,62 @@ def build_row(examples: Sequence[Example], pieces: Sequence[Piece], block: int, 
     return {"input_ids": ids_T, "segments": segments_T, "labels": labels_T}
 
 
-class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Rows of examples, epoch after epoch, each time in another order: item i depends on (seed, i) alone.
+class Epochs(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """``count`` rows of ``block`` tokens, epoch after epoch, each time in another order.
 
-    There are ``samples`` items (see ``build_row``). Which examples share a row does not change. Raises as ``lay_out``.
+    There are ``samples`` items; item i depends on (seed, i) alone.
     """
+
+    def __init__(self, count: int, block: int, samples: int, seed: int) -> None:
+        self.count, self.block, self.samples, self.seed = count, block, samples, seed
+        self._epoch, self._order = -1, [0]
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def row(self, index: int) -> int:
+        """Which of the rows item ``index`` is."""
+        epoch, place = divmod(index, self.count)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, order(self.count, self.seed, epoch)
+        return self._order[place]
+
+    def build(self, row: int) -> dict[str, Tensor]:
+        """Row number ``row``: int64 [T] each."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self.samples:
+            raise IndexError(index)
+        return self.build(self.row(index))
+
+
+class TiledBlocks(Epochs):
+    """Rows side by side in a token stream, each once in an epoch.
+
+    ``tokens_T`` and ``segments_T`` come from ``corpus.flatten``; items are as those of ``corpus.RandomBlocks``. A
+    shorter rest at the end is dropped. Raises UserError when the stream is shorter than a block.
+    """
+
+    def __init__(self, tokens_T: Tensor, segments_T: Tensor, block: int, samples: int, seed: int) -> None:
+        check_length(len(tokens_T), block)
+        super().__init__(len(tokens_T) // block, block, samples, seed)
+        self.tokens_T, self.segments_T = tokens_T, segments_T
+
+    def build(self, row: int) -> dict[str, Tensor]:
+        """``input_ids`` and ``segments`` of a row."""
+        window = slice(row * self.block, (row + 1) * self.block)
+        return {"input_ids": self.tokens_T[window].clone(), "segments": within_row(self.segments_T[window])}
+
+
+def text_rows(documents: Sequence[Tensor], config: DataConfig, samples: int, seed: int) -> RandomBlocks | TiledBlocks:
+    """Rows of token ids, cut as ``config.windows`` says. Raises UserError when there are fewer than a block."""
+    kind = TiledBlocks if config.windows == "tiled" else RandomBlocks
+    return kind(*flatten(documents), config.block, samples, seed)
+
+
+class PackedRows(Epochs):
+    """Rows of examples, as ``build_row`` makes them; which share a row does not change. Raises as ``lay_out``."""
 
     def __init__(
         self,
@@ -153,24 +205,13 @@ class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
         filler: int,
         too_long: TooLong = "split",
     ) -> None:
-        self.examples, self.block, self.samples, self.seed, self.filler = examples, block, samples, seed, filler
+        self.examples, self.filler = examples, filler
         self.layout = lay_out(examples, block, too_long, seed)
-        self._epoch, self._order = -1, [0]
+        super().__init__(len(self.layout.rows), block, samples, seed)
 
-    def __len__(self) -> int:
-        return self.samples
-
-    def row(self, index: int) -> int:
-        """Which row of the layout item ``index`` is."""
-        epoch, place = divmod(index, len(self.layout.rows))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, order(len(self.layout.rows), self.seed, epoch)
-        return self._order[place]
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < self.samples:
-            raise IndexError(index)
-        return build_row(self.examples, self.layout.rows[self.row(index)], self.block, self.filler)
+    def build(self, row: int) -> dict[str, Tensor]:
+        """A row of the layout."""
+        return build_row(self.examples, self.layout.rows[row], self.block, self.filler)
 
 
 def pack_examples(

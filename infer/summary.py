@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from .measure import Run
 
+T = TypeVar("T")
 RESAMPLES = 2000  # of the bootstrap: the ends of a 95 % interval then rest on 50 samples each
 
 
@@ -42,10 +43,15 @@ def speedup(runs: dict[str, list[list[Run]]], of: str, over: str, seed: int) -> 
         median(slow.seconds / fast.seconds for slow, fast in zip(*pair, strict=True))
         for pair in zip(runs[over], runs[of], strict=True)
     ]
-    rng = random.Random(seed)
-    samples = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
-    low, high = samples[round(0.025 * RESAMPLES)], samples[round(0.975 * RESAMPLES) - 1]
+    low, high = interval(ratios, median, seed)
     return {"of": of, "over": over, "median": median(ratios), "low": low, "high": high}
+
+
+def interval(values: Sequence[T], statistic: Callable[[Sequence[T]], float], seed: int) -> tuple[float, float]:
+    """The 95 % interval of a statistic of ``values`` by the percentiles of a bootstrap (Efron 1979)."""
+    rng = random.Random(seed)
+    samples = sorted(statistic(rng.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    return samples[round(0.025 * RESAMPLES)], samples[round(0.975 * RESAMPLES) - 1]
 
 
 def accepted_by_depth(rows: Sequence[Sequence[Run]]) -> dict[str, list[float]]:
@@ -53,8 +59,12 @@ def accepted_by_depth(rows: Sequence[Sequence[Run]]) -> dict[str, list[float]]:
 
     Both end at the greatest depth that any step reached.
     """
-    accepted = [count for row in rows for run in row for count in run.accepted]
-    at_least = [sum(count >= depth for count in accepted) for depth in range(max(accepted) + 1)]
+    return by_depth([count for row in rows for run in row for count in run.accepted])
+
+
+def by_depth(accepted: Sequence[int]) -> dict[str, list[float]]:
+    """The same of what each step accepted."""
+    at_least = [sum(count >= depth for count in accepted) for depth in range(max(accepted, default=0) + 1)]
     return {
         "share": [count / len(accepted) for count in at_least[1:]],
         "conditional": [count / before for before, count in pairwise(at_least)],

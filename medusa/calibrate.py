@@ -8,27 +8,26 @@ Dimensions: T positions, D hidden, K heads, N nodes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from medusa.checkpoint import CALIBRATION, save_tree
-from medusa.decoding import Decoder, Request, generate_ids
-from medusa.drafters.medusa import MedusaDrafter
+from medusa.confidence import judged, temperatures
+from medusa.costs import Progress, step_costs
+from medusa.decoding import Request, generate_ids
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
 from medusa.files import write_json
 from medusa.heads import MedusaHeads
-from medusa.machine import describe, seconds
+from medusa.machine import describe
 from medusa.tree import Topology
 from medusa.trunk import Trunk
 
-Progress = Callable[[int, int], None]  # done, total
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 NEVER = 1 << 40  # the rank of a token that is not drafted
 TIES = 16  # tokens of one score, in half precision not rare, up to which a rank says something
@@ -69,7 +68,8 @@ def continuations(
         hidden = trunk.forward(padded.to(trunk.device), keep=1).hidden  # causal: pads on the right change nothing
         held.ids.extend(texts)
         held.starts.extend(map(len, some))
-        held.hidden.extend(hidden[row, : len(text)] for row, text in enumerate(texts))
+        # Copies: a view that is sent to another process takes the whole batch with it.
+        held.hidden.extend(hidden[row, : len(text)].clone() for row, text in enumerate(texts))
         if progress:
             progress(min(start + batch, len(prompts)), len(prompts))
     return held
@@ -86,23 +86,14 @@ def head_ranks(heads: MedusaHeads, held: Continuations) -> list[Tensor]:
     """
     ranks = []
     for ids, start, hidden_TD in zip(held.ids, held.starts, held.hidden, strict=True):
-        first, last = start - 1, len(ids) - 2  # a step at state t has the root t+1 and emits t+2 at least
-        row = torch.full((max(last - first, 0), heads.config.num), -1)
-        text = torch.tensor(ids, device=hidden_TD.device)
-        embedded_TE = heads.embed(text)
-        for head in range(heads.config.num):
-            states = torch.arange(first, max(first, len(ids) - 2 - head), device=text.device)
-            reads = torch.arange(1, heads.config.reads(head) + 1, device=text.device)
-            context = heads.context(head, embedded_TE[states[:, None] + reads]) if len(reads) else None
-            features = heads.features(head, hidden_TD[states], context)
-            logits = heads.logits(head, features)
-            answer = heads.columns(text[states + 2 + head])
+        row = torch.full((max(len(ids) - 1 - start, 0), heads.config.num), -1)
+        for head, (logits, answer) in enumerate(judged(heads, ids, start, hidden_TD)):
             true, logits = logits.gather(1, answer.clamp(min=0)[:, None]), heads.draftable(logits)
             rank = heads.choices - 1 - (logits < true).sum(1)  # the last of those that tie
             # where many tie, which of them stands where is chance, though it looks like one and the same rank
             told = (logits == true).sum(1) <= TIES  # never, where one is not a number
             drafted = (answer >= 0) & (answer < heads.choices) & told & ~logits.isnan().any(1)
-            row[: len(states), head] = torch.where(drafted, rank, NEVER).cpu()
+            row[: len(answer), head] = torch.where(drafted, rank, NEVER).cpu()
         ranks.append(row)
     return ranks
 
@@ -137,25 +128,32 @@ def grow(ranks: Sequence[Tensor], size: int) -> Topology:
     return Topology.from_paths(paths) if paths else Topology.root()
 
 
-def accepted_lengths(topology: Topology, ranks: Sequence[Tensor]) -> list[int]:
-    """Walk the continuations as decoding would: how many drafted tokens each step accepts."""
+def accepted_paths(topology: Topology, ranks: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Walk the continuations as decoding would: the path of ranks that each step accepts."""
     paths = set(topology.paths)
-    lengths = []
+    accepted = []
     for row in ranks:
         lines = [tuple(line) for line in row.tolist()]
         at = 0
         while at < len(lines):
-            accepted = 0
-            while lines[at][: accepted + 1] in paths and accepted < topology.depth:
-                accepted += 1
-            lengths.append(accepted)
-            at += accepted + 1
-    return lengths
+            length = 0
+            while lines[at][: length + 1] in paths and length < topology.depth:
+                length += 1
+            accepted.append(lines[at][:length])
+            at += length + 1
+    return accepted
+
+
+def node_shares(topology: Topology, ranks: Sequence[Tensor]) -> list[float]:
+    """For each node of the tree, the share of steps that accept it; the root's is 1."""
+    accepted = accepted_paths(topology, ranks)
+    counts = Counter(path[:depth] for path in accepted for depth in range(1, len(path) + 1))
+    return [1.0, *(counts[path] / max(len(accepted), 1) for path in topology.paths[1:])]
 
 
 def tokens_per_step(topology: Topology, ranks: Sequence[Tensor]) -> float:
     """Tokens emitted / verifier forwards on the continuations, prefill not counted."""
-    steps = len(accepted_lengths(topology, ranks))
+    steps = len(accepted_paths(topology, ranks))
     return sum(map(len, ranks)) / steps if steps else 1.0
 
 
@@ -165,7 +163,7 @@ def acceptance(topology: Topology, ranks: Sequence[Tensor]) -> list[float]:
     What the tree lacks is not accepted: a node without children ends the walk as a wrong guess does. The mean accepted
     length is the sum over depths of the product of these shares down to each.
     """
-    lengths = accepted_lengths(topology, ranks)
+    lengths = [len(path) for path in accepted_paths(topology, ranks)]
     reached = [sum(length >= depth for length in lengths) for depth in range(topology.depth + 1)]
     return [reached[depth + 1] / max(reached[depth], 1) for depth in range(topology.depth)]
 
@@ -184,11 +182,13 @@ class SizeRow:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The tree chosen, and why."""
+    """The tree chosen, how often a step accepts each of its nodes, and why it was chosen."""
 
     topology: Topology
+    node_share: list[float]
     rows: list[SizeRow]
     accuracy: dict[str, list[float]]
+    temperatures: list[float]  # of each head's probabilities, for dynamic trees
     machine: dict[str, str | int] = field(default_factory=describe)
 
     @property
@@ -200,54 +200,12 @@ class Calibration:
         """For ``calibration.json``."""
         return {
             "chosen": asdict(self.chosen),
+            "node_share": self.node_share,
             "rows": [asdict(row) for row in self.rows],
             "accuracy": self.accuracy,
+            "temperatures": self.temperatures,
             "machine": self.machine,
         }
-
-
-def step_costs(
-    heads: MedusaHeads,
-    topologies: Sequence[Topology],
-    prompts: Sequence[Sequence[int]],
-    rounds: int = ROUNDS,
-    progress: Progress | None = None,
-) -> list[tuple[float, float]]:
-    """Median milliseconds of a whole step and of the trunk's forward alone, for each tree, measured in turns.
-
-    ``prompts`` are the rows of the batch that the cost is wanted for: usually one.
-    """
-    steps: list[list[float]] = [[] for _ in topologies]
-    forwards: list[list[float]] = [[] for _ in topologies]
-    decoders = [_fresh(heads, topology, prompts) for topology in topologies]
-    for turn in range(rounds):
-        for index, topology in enumerate(topologies):
-            if _room(decoders[index]) <= topology.depth:  # a row with less room is served a smaller tree
-                decoders[index] = _fresh(heads, topology, prompts)
-            decoder = decoders[index]
-            with torch.inference_mode():
-                tree = decoder.session.propose(decoder.root_B, topology.depth)
-                forwards[index].append(seconds(lambda d=decoder, t=tree: d.trunk.tree_forward(t, d.cache)))  # type: ignore[misc]
-            steps[index].append(seconds(decoder.step))
-        if progress:
-            progress(turn + 1, rounds)
-    return [(1e3 * median(step), 1e3 * median(forward)) for step, forward in zip(steps, forwards, strict=True)]
-
-
-def _fresh(heads: MedusaHeads, topology: Topology, prompts: Sequence[Sequence[int]]) -> Decoder:
-    decoder = Decoder(heads.trunk, MedusaDrafter(heads, topology))
-    decoder.admit([Request(prompt, 256) for prompt in prompts])
-    if _room(decoder) <= topology.depth:
-        raise UserError(
-            f"a prompt of {max(map(len, prompts))} tokens leaves room for {_room(decoder)}, too few for a tree"
-            f" {topology.depth} deep: take shorter prompts"
-        )
-    return decoder
-
-
-def _room(decoder: Decoder) -> int:
-    """How many tokens every row may still emit; 0 once one of them has ended."""
-    return min((row.left for row in decoder.rows.values()), default=0) if None not in decoder.slots else 0
 
 
 def calibrate(
@@ -278,7 +236,9 @@ def calibrate(
     fastest = max(row.tokens_per_second for row in rows)
     chosen = next(row for row in rows if row.tokens_per_second >= GOOD_ENOUGH * fastest)
     found = {"top1": accuracy(fresh, 1), "top5": accuracy(fresh, 5)}
-    return Calibration(trees[chosen.nodes], rows, found)
+    tree = trees[chosen.nodes]
+    trusted = temperatures(heads, grown_on.ids, grown_on.starts, grown_on.hidden)
+    return Calibration(tree, node_shares(tree, fresh), rows, found, trusted)
 
 
 def recalibrate(

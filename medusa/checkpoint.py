@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -41,12 +42,20 @@ class Manifest:
     local: bool = False
 
 
-def save_heads(folder: Path, heads: MedusaHeads, trunk: str, revision: str | None = None) -> None:
+def save_heads(
+    folder: Path, heads: MedusaHeads, trunk: str, revision: str | None = None, dtype: torch.dtype | None = None
+) -> None:
     """Write the heads' weights, then the manifest that makes the folder a checkpoint.
 
     ``trunk`` is a hub id or a folder; a folder is stored relative to the checkpoint, so that both move together.
+    ``dtype``: of the weights; None for the trunk's, in which heads compute: what they were kept in beside that for
+    training would be read by nobody.
     """
-    weights = {name: value.detach().contiguous().cpu() for name, value in heads.state_dict().items()}
+    dtype = dtype or heads.trunk.dtype
+    weights = {
+        name: value.detach().to(dtype if value.is_floating_point() else value.dtype).contiguous().cpu()
+        for name, value in heads.state_dict().items()
+    }
     write_atomically(folder / WEIGHTS, lambda temporary: save_file(weights, temporary, {"format": "pt"}))
     if local := Path(trunk).is_dir():
         trunk = os.path.relpath(Path(trunk).resolve(), folder.resolve())
@@ -94,8 +103,8 @@ def trunk_source(folder: Path, manifest: Manifest) -> str:
     return str(place)
 
 
-def load_heads(folder: Path, trunk: Trunk) -> MedusaHeads:
-    """Load heads for ``trunk``.
+def load_heads(folder: Path, trunk: Trunk, dtype: torch.dtype | None = None) -> MedusaHeads:
+    """Load heads for ``trunk``, to keep them in ``dtype``, or the trunk's (see :class:`medusa.heads.MedusaHeads`).
 
     Raises:
         UserError: another trunk than they were trained for, or tensors that are missing, left over or mis-shaped.
@@ -114,7 +123,8 @@ def load_heads(folder: Path, trunk: Trunk) -> MedusaHeads:
         weights = load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path} can't be read ({error}): train the heads anew with `medusa train`") from error
-    heads = MedusaHeads(manifest.heads, trunk, _draft_ids(path, weights, manifest.heads, trunk), initialise=False)
+    draft_ids = _draft_ids(path, weights, manifest.heads, trunk)
+    heads = MedusaHeads(manifest.heads, trunk, draft_ids, initialise=False, dtype=dtype)
     _check_shapes(path, weights, {name: tuple(value.shape) for name, value in heads.state_dict().items()})
     heads.load_state_dict(weights)
     return heads.eval()
@@ -151,12 +161,17 @@ def save_tree(folder: Path, topology: Topology, extra: dict[str, Any] | None = N
 
 def load_tree(folder: Path, heads: HeadsConfig) -> Topology:
     """Read ``tree.json``; UserError if the tree is deeper than there are heads."""
+    topology = read_tree(folder)
+    check_depth(topology, heads)
+    return topology
+
+
+def read_tree(folder: Path) -> Topology:
+    """Read ``tree.json``, whatever the heads."""
     paths = read_json(folder / TREE).get("paths")
     if not isinstance(paths, list):
         raise UserError(f"{folder / TREE} lists no paths: make it anew with `medusa calibrate`")
-    topology = Topology.from_choices(paths) if paths else Topology.root()
-    check_depth(topology, heads)
-    return topology
+    return Topology.from_choices(paths) if paths else Topology.root()
 
 
 def check_depth(topology: Topology, heads: HeadsConfig) -> None:

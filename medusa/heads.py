@@ -70,12 +70,24 @@ class HeadsConfig:
         return {"medusa": 0, "root": 1, "hydra": head + 1}[self.kind]
 
 
+class Linear(nn.Linear):
+    """A linear layer that computes in the precision of its input, whatever its weights are kept in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, *_like(x, self))
+
+
+def _like(x: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias in the precision of ``x``."""
+    return linear.weight.to(x.dtype), None if linear.bias is None else linear.bias.to(x.dtype)
+
+
 class ResBlock(nn.Module):
     """``x + SiLU(W [x; context] + b)`` with W = b = 0 at the start, hence exactly the identity there."""
 
     def __init__(self, size: int, extra: int = 0) -> None:
         super().__init__()
-        self.linear = nn.Linear(size + extra, size)
+        self.linear = Linear(size + extra, size)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -89,7 +101,7 @@ class LowRank(nn.Linear):
 
     def __init__(self, hidden: int, rank: int, vocab: int, bias: bool) -> None:
         super().__init__(rank, vocab, bias=bias)
-        self.down = nn.Linear(hidden, rank, bias=False)
+        self.down = Linear(hidden, rank, bias=False)
 
 
 class Head(nn.Module):
@@ -106,6 +118,26 @@ class Head(nn.Module):
         return hidden
 
 
+@dataclass(frozen=True)
+class HeadSizes:
+    """What a head's size depends on in its trunk: sizes D, E and V, and whether the projection has a bias."""
+
+    hidden: int
+    embedding: int
+    vocab: int
+    bias: bool
+
+
+def new_head(config: HeadsConfig, index: int, trunk: HeadSizes) -> Head:
+    """Head ``index`` for a trunk of these sizes; its projection is random. On the meta device it takes no memory.
+
+    Raises:
+        UserError: a rank beyond the projection's.
+    """
+    projection = _projection(config, trunk)
+    return Head(config.layers, trunk.hidden, trunk.embedding * config.reads(index), projection)
+
+
 class MedusaHeads(nn.Module):
     """K heads bound to a trunk, whose embedding and projection they use but neither own, save nor train.
 
@@ -117,6 +149,8 @@ class MedusaHeads(nn.Module):
         trunk: whose they are. Of a shared projection with a draft vocabulary a slice is taken here, once.
         draft_ids: the ``config.vocab`` tokens to draft from (see :func:`medusa.vocabulary.draft_vocabulary`).
         initialise: False leaves projections as they come, for weights that are loaded next.
+        dtype: what their weights are kept in; None for the trunk's. They compute in the trunk's in any case: a wider
+            one is for training, where half precision would round small updates away.
 
     Raises:
         UserError: a trunk whose projection can't be repeated, draft ids that are missing, wrong or not asked for, or a
@@ -126,7 +160,13 @@ class MedusaHeads(nn.Module):
     draft_ids: Tensor | None
 
     def __init__(
-        self, config: HeadsConfig, trunk: Trunk, draft_ids: Tensor | None = None, *, initialise: bool = True
+        self,
+        config: HeadsConfig,
+        trunk: Trunk,
+        draft_ids: Tensor | None = None,
+        *,
+        initialise: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_projection(trunk)
@@ -141,12 +181,13 @@ class MedusaHeads(nn.Module):
         start = _start(config, *rows) if initialise else None
         extra = trunk.embed(torch.zeros(1, dtype=torch.long, device=trunk.device)).shape[-1]
         self.heads = nn.ModuleList()
+        sizes = HeadSizes(trunk.hidden_size, extra, trunk.vocab_size, output.bias is not None)
         for head in range(config.num):
-            projection = _projection(config, trunk, output.bias is not None)
-            made = Head(config.layers, trunk.hidden_size, extra * config.reads(head), projection)
-            made.to(output.weight.device, trunk.dtype)  # before copying: a detour by fp32 would round fp64 weights
-            if projection is not None and start is not None:
-                projection.load_state_dict(start)
+            made = new_head(config, head, sizes)
+            # Before the start is copied: a detour by fp32 would round fp64 weights.
+            made.to(output.weight.device, dtype or trunk.dtype)
+            if made.projection is not None and start is not None:
+                made.projection.load_state_dict(start)
             self.heads.append(made)
 
     @property
@@ -175,7 +216,7 @@ class MedusaHeads(nn.Module):
             return self.trunk.project(features, *self._shared)
         if isinstance(projection, LowRank):
             features = projection.down(features)
-        return self.trunk.project(features, projection.weight, projection.bias)
+        return self.trunk.project(features, *_like(features, projection))
 
     def trunk_rows(self) -> tuple[Tensor, Tensor | None] | tuple[()]:
         """What :meth:`medusa.trunk.Trunk.project` takes to give the trunk's logits of the tokens that heads draft."""
@@ -234,15 +275,15 @@ def _rows(output: nn.Linear, ids: Tensor | None) -> tuple[Tensor, Tensor | None]
     return (weight, bias) if ids is None else (weight[ids], None if bias is None else bias[ids])
 
 
-def _projection(config: HeadsConfig, trunk: Trunk, bias: bool) -> nn.Linear | None:
-    hidden, vocab = trunk.hidden_size, config.vocab or trunk.vocab_size
+def _projection(config: HeadsConfig, trunk: HeadSizes) -> nn.Linear | None:
+    hidden, vocab = trunk.hidden, config.vocab or trunk.vocab
     if config.projection == "shared":
         return None
     if config.rank is None:
-        return nn.Linear(hidden, vocab, bias=bias)
+        return nn.Linear(hidden, vocab, bias=trunk.bias)
     if config.rank > (most := min(hidden, vocab)):
         raise UserError(f"heads.rank={config.rank}: a projection of {hidden} to {vocab} has at most {most}")
-    return LowRank(hidden, config.rank, vocab, bias)
+    return LowRank(hidden, config.rank, vocab, trunk.bias)
 
 
 def _start(config: HeadsConfig, weight_VD: Tensor, bias_V: Tensor | None) -> dict[str, Tensor]:

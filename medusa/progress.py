@@ -48,11 +48,17 @@ class Advance:
 
 
 @contextmanager
-def progress(total: int, label: str, stream: TextIO | None = None, every: float = PLAIN_EVERY_S) -> Iterator[Advance]:
+def progress(
+    total: int, label: str, stream: TextIO | None = None, every: float = PLAIN_EVERY_S, hidden: bool = False
+) -> Iterator[Advance]:
     """Show the progress of ``total`` steps on ``stream`` (stderr); yields what to call as they are done.
 
     Where the stream is no terminal, a plain line appears each ``every`` seconds, so that short work says nothing.
+    ``hidden`` shows nothing at all.
     """
+    if hidden:
+        yield Advance(total, lambda advance: None)
+        return
     stream = stream or sys.stderr
     show = _bar if stream.isatty() else _plain
     with show(total, label, stream, every) as advance:

@@ -41,6 +41,7 @@ class Saved:
     threads: dict[str, int]  # that torch had used, for the steps and for what came before them
     counters: dict[str, Any]  # of the trainer
     figures: dict[str, Any]  # of the evaluation
+    kind: str = ""  # what the Trainer's files are for: one process or several alike, or DeepSpeed and how many
 
     @classmethod
     def read(cls, folder: Path) -> Saved:

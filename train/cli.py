@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +15,8 @@ from medusa.cli import new_parser, parse
 from medusa.errors import UserError, nearest
 
 from .config import TrainConfig, keys
-from .record import CALIBRATION, RUN, STAGES, RunRecord
+from .launch import WRONG_INPUT, Elsewhere, launched, own_end, speaks
+from .record import CALIBRATION, MERGED, RUN, STAGES, RunRecord
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -29,11 +32,17 @@ DESCRIPTION = (
 
 def run(command: str, argv: list[str]) -> int:
     """Run ``medusa train ARGV``; return the exit code."""
-    config, args = read_config(argv)
+    try:
+        config, args = read_config(argv)
+    except UserError:
+        if not speaks():
+            return WRONG_INPUT
+        raise
     if args.dry_run:
         from .plan import plan
 
-        print("\n".join(plan(config)))
+        if speaks():
+            print("\n".join(plan(config)))
         return 0
     from transformers.utils import logging
 
@@ -42,11 +51,16 @@ def run(command: str, argv: list[str]) -> int:
 
     logging.disable_progress_bar()  # of loading and saving weights: there is one of our own where it takes long
     try:
-        record = train(config, args.fresh, report=lambda line: print(line, file=sys.stderr, flush=True))
+        with own_end():
+            record = train(config, args.fresh, report=lambda line: print(line, file=sys.stderr, flush=True))
     except Interrupted as stop:
-        print(f"medusa: {stopped(stop.stage, stop.step)}; go on with: {again(argv)}", file=sys.stderr)
+        way = "the same command, started in the same way" if launched() else again(argv)
+        print(f"medusa: {stopped(stop.stage, stop.step)}; go on with: {way}", file=sys.stderr)
         return 128 + stop.number
-    print(summary(record))
+    except Elsewhere as end:
+        return end.code
+    if os.environ.get("RANK", "0") == "0":
+        print(summary(record))
     return 0
 
 
@@ -139,9 +153,22 @@ def summary(record: RunRecord) -> str:
     heads, tree = record.result("heads"), record.result("calibration")
     config = record.config.heads
     lines.append(f"  heads        {config.num} of kind {config.kind}, {heads['parameters']:,} parameters")
+    if record.config.joint is not None:
+        lines += _joint(record)
     lines.append(
         f"  tree         {tree['nodes']} nodes, {tree['depth']} deep: {tree['tokens_per_step']:.2f} tokens per step,"
         f" {tree['tokens_per_second']:.0f} tokens/s ({CALIBRATION} has all sizes)"
     )
     lines.append(f"next: medusa bench {record.folder}")
     return "\n".join(lines)
+
+
+def _joint(record: RunRecord) -> Iterator[str]:
+    found = record.result("joint")
+    yield (
+        f"  joint        {found['tokens_per_step']:.2f} tokens per step, before {found['tokens_per_step_before']:.2f};"
+        f" held-out loss {found['heldout_loss']:.3f}, before {found['heldout_loss_before']:.3f}"
+    )
+    changed = "the model was changed" if found["step"] else "which is the trunk as it was"
+    yield f"               exact to the merged trunk, {record.folder / MERGED}: {changed}"
+    yield f"               the heads before it, on the trunk before it, are in {record.heads_folder}"

@@ -14,6 +14,8 @@ from medusa.data.corpus import DataConfig
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig
 
+from .training import HeadsTraining, JointTraining, Training
+
 
 @dataclass(frozen=True)
 class NewTrunk:
@@ -72,92 +74,6 @@ class TrunkConfig:
 
 
 @dataclass(frozen=True)
-class Training:
-    """How one stage is trained.
-
-    Args:
-        steps: optimizer steps.
-        batch: rows of ``data.block`` tokens in a step.
-        optimizer: "adamw", or "muon" for the matrices inside the network and AdamW for the rest.
-        lr: peak learning rate of AdamW.
-        muon_lr: peak learning rate of Muon.
-        weight_decay: of the matrices inside the network; nothing else decays.
-        schedule: how the rate falls after the warm-up.
-        warmup: steps in which the rate rises from 0 to its peak.
-        floor: share of the peak that the rate ends at.
-        clip: largest norm of all gradients together.
-        log_every: steps between two lines of the log.
-        eval_every: steps between two evaluations on held-out text; the last step is always followed by one.
-        accumulate: parts that the rows of a step are taken in, one after the other, to need less memory; the step stays
-            the same.
-        save_every: steps between two checkpoints to go on from after an interruption; null goes by time alone.
-        save_minutes: minutes between two checkpoints; null goes by steps alone.
-        keep: checkpoints that are kept while the stage is under way.
-    """
-
-    steps: int = 700
-    batch: int = 8
-    optimizer: Literal["adamw", "muon"] = "muon"
-    lr: float = 4e-3
-    muon_lr: float = 0.02
-    weight_decay: float = 0.01
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: int = 50
-    floor: float = 0.02
-    clip: float = 1.0
-    log_every: int = 10
-    eval_every: int = 100
-    accumulate: int = 1
-    save_every: int | None = None
-    save_minutes: float | None = 5.0
-    keep: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "log_every", "eval_every", "accumulate", "keep"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: give at least 1")
-        if self.batch % self.accumulate:
-            raise UserError(f"accumulate={self.accumulate} does not divide batch={self.batch}: the parts are equal")
-        if self.save_every is not None and self.save_every < 1:
-            raise UserError(f"save_every={self.save_every}: give at least 1, or null")
-        if self.save_minutes is not None and not self.save_minutes > 0:
-            raise UserError(f"save_minutes={self.save_minutes}: give more than 0, or null")
-        for name in ("lr", "muon_lr", "clip"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name)}: give more than 0")
-        if self.warmup < 0 or self.weight_decay < 0:
-            raise UserError(f"warmup={self.warmup}, weight_decay={self.weight_decay}: neither may be negative")
-        if not 0 <= self.floor <= 1:
-            raise UserError(f"floor={self.floor}: it is a share of the peak rate, from 0 to 1")
-
-
-@dataclass(frozen=True)
-class HeadsTraining(Training):
-    """How the heads are trained; the trunk is frozen.
-
-    Args:
-        decay: head k weighs decay^k in the loss, so that head 0 weighs 1.
-        targets: "text" learns the data's own tokens, "trunk" the trunk's law of them (cross-entropy to it),
-            "acceptance" to be accepted by it: minus the logarithm of what the two laws share.
-        chunk: positions whose logits exist at a time; null chooses by the vocabulary.
-    """
-
-    steps: int = 600
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    lr: float = 2.4e-2  # high, since new heads start from zero weights; the lowest loss of each kind on the demo
-    decay: float = 0.8
-    targets: Literal["text", "trunk", "acceptance"] = "text"
-    chunk: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.chunk is not None and self.chunk < 1:
-            raise UserError(f"chunk={self.chunk}: give at least 1, or null")
-        if not 0 < self.decay <= 1:
-            raise UserError(f"decay={self.decay}: heads weigh decay^k, give more than 0 and at most 1")
-
-
-@dataclass(frozen=True)
 class EvaluationConfig:
     """Held-out evaluation. Heads are judged on the trunk's own greedy continuations of held-out text.
 
@@ -205,10 +121,12 @@ class TrackingConfig:
     Args:
         wandb: "offline" and "online" also log to Weights & Biases.
         project: the project there.
+        tensorboard: whether to also log for TensorBoard, in the run's folder tensorboard/.
     """
 
     wandb: Literal["off", "offline", "online"] = "off"
     project: str = "medusa"
+    tensorboard: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,9 +142,12 @@ class TrainConfig:
         trunk_training: how a new trunk is trained.
         heads: the heads.
         heads_training: how the heads are trained.
+        joint: how trunk and heads are trained together after that; null leaves the trunk as it is.
         evaluation: held-out evaluation.
         calibration: choice of the tree.
         tracking: reports beside the log.
+        deepspeed: train with DeepSpeed, by its settings "zero2" or "zero3" or those of a JSON file; null trains without
+            it. Several processes need no option: see docs/distributed.md.
     """
 
     run: str
@@ -237,9 +158,11 @@ class TrainConfig:
     trunk_training: Training = field(default_factory=Training)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     heads_training: HeadsTraining = field(default_factory=HeadsTraining)
+    joint: JointTraining | None = None
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    deepspeed: str | None = None
 
     def __post_init__(self) -> None:
         if self.threads != "auto" and self.threads < 1:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -16,11 +17,14 @@ import torch
 from transformers import TrainerCallback
 
 from medusa.errors import UserError
+from medusa.machine import peak_memory_mb
 from medusa.progress import Advance, progress
 
 from .checkpoints import Saved
 from .interrupt import Interrupted, Interruption
-from .loop import StageTrainer, Write
+from .resumable import trained
+from .trainer import StageTrainer, Write
+from .zero import let_go, own
 
 USUAL_STEPS = 20  # whose median is the usual duration of a step
 FAR_TOO_LONG = 5  # times that: what one thread loses against two is less than half
@@ -44,6 +48,7 @@ class Watch(TrainerCallback):
         self.training = self.trainer.training
         self.tokens = self.training.batch * self.trainer.train_dataset.block
         self.seconds, self.steps, self.started = 0.0, 0, 0.0
+        self.trunk_speed: float | None = None
         self.stopped_by: int | None = None
         self.last_save = time.monotonic()
         self.safe = None if self.saved is None else self.saved.step  # the step that would be gone on from
@@ -52,6 +57,7 @@ class Watch(TrainerCallback):
         """The Trainer has set its counters to zero: go on where they were."""
         if self.saved is not None:
             self.trainer.restore(self.saved)
+        self.trunk_speed = self.trainer.trunk_speed()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A step starts."""
@@ -66,18 +72,20 @@ class Watch(TrainerCallback):
         taken = time.perf_counter() - self.started
         self.seconds += taken
         self.steps += 1
-        if self.pace.is_lost(taken):
-            torch.set_num_threads(1)
-            self.write(state.global_step, {"threads": 1})
         shown: dict[str, Any] = {}
         if state.global_step % self.training.eval_every == 0 or state.global_step == self.training.steps:
             self.check(state.global_step)
-            found = self.evaluate(state.global_step)
+            self.trainer.gather()
+            found = self.trainer.group.first(partial(self.evaluate, state.global_step))
             self.write(state.global_step, found)
             shown = {key: value for key, value in found.items() if isinstance(value, float)}
         self.advance(1, tokens=self.tokens, **shown)
-        stop = self.trainer.anywhere(self.interruption.number is not None)
-        if self.trainer.store is not None and (stop or self.trainer.anywhere(self.is_due(state.global_step))):
+        wishes = self.pace.is_lost(taken), self.interruption.number is not None, self.is_due(state.global_step)
+        lost, stop, due = self.trainer.anywhere(*wishes)
+        if lost:
+            torch.set_num_threads(1)
+            self.write(state.global_step, {"threads": 1})
+        if self.trainer.store is not None and (stop or due):
             self.check(state.global_step)
             control.should_save = True  # after the log's line of this step, if it has one
         if stop:
@@ -98,19 +106,28 @@ class Watch(TrainerCallback):
 
     def check(self, step: int) -> None:
         """Raise UserError if training has diverged: no evaluation may see such weights, and they are not saved."""
-        for name, value in self.trainer.model.named_parameters():
-            if value.requires_grad and not value.isfinite().all():
-                raise UserError(
-                    f"{name} is no longer finite at step {step}: training has diverged; lower lr (now"
-                    f" {self.training.lr}) or raise warmup (now {self.training.warmup})"
-                )
+        bad = next(
+            (name for name, value in trained(self.trainer.model).items() if not own(value).isfinite().all()), None
+        )
+        if any(self.trainer.anywhere(bad is not None)):
+            raise UserError(
+                f"{bad or 'a weight'} is no longer finite at step {step}: training has diverged; lower lr (now"
+                f" {self.training.lr}) or raise warmup (now {self.training.warmup})"
+            )
 
     def log(self, step: int, figures: dict[str, Any]) -> None:
-        """Write what the Trainer found over the last steps."""
+        """Write what the Trainer found over the last steps.
+
+        ``tokens_per_second`` of all processes; ``trunk_share``, where the trunk is frozen, what that is of the tokens
+        that a bare forward of it reads (more than 1 with kept states); ``peak_memory_mb`` of this process so far.
+        """
         speed = self.steps * self.tokens / max(self.seconds, 1e-9)
         self.seconds, self.steps = 0.0, 0
         self.advance(0, loss=figures["loss"])
-        self.write(step, figures | {"tokens_per_second": round(speed, 1)})
+        share = None if self.trunk_speed is None else round(speed / self.trunk_speed, 3)
+        found = {"trunk_share": share, "peak_memory_mb": peak_memory_mb(self.trainer.args.device)}
+        known = {name: value for name, value in found.items() if value is not None}
+        self.write(step, figures | {"tokens_per_second": round(speed, 1)} | known)
 
 
 class Pace:
@@ -155,11 +172,16 @@ def follow(
     interruption = interruption or Interruption()
     done = 0 if saved is None else saved.step
     label = name if saved is None else f"{name}, from step {done}"
-    with progress(trainer.training.steps - done, label) as advance, interruption.deferred():
+    with (
+        progress(trainer.training.steps - done, label, hidden=not trainer.group.leads) as advance,
+        interruption.deferred(),
+    ):
         watch = Watch(trainer, evaluate, write, advance, Pace(auto_threads), interruption, saved)
         trainer.report = watch.log
         trainer.add_callback(watch)
         trainer.train(resume_from_checkpoint=None if saved is None else str(saved.folder))
+    if trainer.group.deepspeed is not None:
+        let_go()
     number = watch.stopped_by or interruption.number  # it may also have come behind the last step
     if number is not None:
         raise Interrupted(number, name, watch.safe)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medusa.calibrate import Continuations, acceptance, accuracy, grow, head_ranks, tokens_per_step
 from medusa.heads import MedusaHeads
@@ -20,19 +20,24 @@ from .loop import next_token_loss
 if TYPE_CHECKING:
     import datasets
 
-EVAL_BATCH = 16
+EVAL_BATCH = 16  # rows at a time
+MOST_LOGITS = 2**28  # at a time: 1 GiB in fp32
 
 
 @torch.no_grad()
 def text_loss(model: Any, rows: datasets.Dataset, limit: int | None = None) -> float:
-    """Mean loss of the next token, in nats, over ``rows`` (see medusa.data.corpus.pack) or ``limit`` of them."""
+    """Mean loss of the next token, in nats, over ``rows`` (see medusa.data.corpus.pack) or ``limit`` of them.
+
+    Fewer than 16 rows are taken at a time where they would have more than 2^28 logits.
+    """
     if limit is not None and limit < len(rows):
         rows = rows.select([index * len(rows) // limit for index in range(limit)])
     training = model.training
     model.eval()
     device = model.device
     total, count = 0.0, 0
-    for batch in rows.iter(EVAL_BATCH):
+    logits = len(rows[0]["input_ids"]) * model.get_output_embeddings().weight.shape[0]
+    for batch in rows.iter(max(1, min(EVAL_BATCH, MOST_LOGITS // logits))):
         inputs = (batch[name].to(device) for name in ("input_ids", "segments", "labels") if name in batch)
         loss_sum, pairs = next_token_loss(model, *inputs)
         total, count = total + loss_sum.item(), count + int(pairs)
@@ -40,43 +45,26 @@ def text_loss(model: Any, rows: datasets.Dataset, limit: int | None = None) -> f
     return total / max(count, 1)
 
 
-class HeadsEvaluation:
-    """Counts tokens per step on the trunk's own continuations, and keeps the heads that brought the most.
+class Best:
+    """The state of ``module`` that brought the most tokens per step so far, with its tree and step."""
 
-    The tree is grown on one half of the continuations and judged on the other.
-    """
-
-    def __init__(self, heads: MedusaHeads, held: Continuations, nodes: int) -> None:
-        self.heads = heads
-        self.nodes = nodes
-        self.grown_on, self.judged_on = held.halves()
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.tokens_per_step = 0.0
         self.step = 0
         self.tree = Topology.root()
         self._weights: dict[str, Tensor] = {}
 
-    def __call__(self, step: int) -> dict[str, Any]:
-        """Evaluate the heads as they are after ``step`` steps.
-
-        Returns tokens per step of a tree of so many nodes, grown anew; ``acceptance`` by depth in that tree; and the
-        share of positions at which each head's first guess, or one of its first five, is right.
-        """
-        tree = grow(head_ranks(self.heads, self.grown_on), self.nodes)
-        ranks = head_ranks(self.heads, self.judged_on)
-        found = tokens_per_step(tree, ranks)
+    def offer(self, step: int, found: float, tree: Topology) -> None:
+        """Keep the module as it is after ``step`` steps, if it brings more than what is kept."""
         if found > self.tokens_per_step:
             self.tokens_per_step, self.step, self.tree = found, step, tree
-            self._weights = {name: value.detach().clone() for name, value in self.heads.state_dict().items()}
-        return {
-            "tokens_per_step": found,
-            "acceptance": acceptance(tree, ranks),
-            "heldout_top1": accuracy(ranks, 1),
-            "heldout_top5": accuracy(ranks, 5),
-        }
+            state = self.module.state_dict()
+            self._weights = {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
     def restore_best(self) -> None:
-        """Put the best weights back into the heads."""
-        self.heads.load_state_dict(self._weights)
+        """Put the best weights back into the module."""
+        self.module.load_state_dict(self._weights)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The best so far, for a checkpoint: figures, and weights."""
@@ -88,3 +76,36 @@ class HeadsEvaluation:
         self.tokens_per_step, self.step = figures["tokens_per_step"], figures["step"]
         self.tree = Topology(tuple(figures["tree"]["parents"]), tuple(figures["tree"]["ranks"]))
         self._weights = dict(tensors)
+
+
+def judge(heads: MedusaHeads, held: Continuations, nodes: int) -> tuple[Topology, dict[str, Any]]:
+    """A tree of ``nodes`` nodes, grown on one half of the continuations, and what it brings on the other.
+
+    The figures are tokens per step; ``acceptance`` by depth in that tree; and the share of positions at which each
+    head's first guess, or one of its first five, is right.
+    """
+    grown_on, judged_on = held.halves()
+    tree = grow(head_ranks(heads, grown_on), nodes)
+    ranks = head_ranks(heads, judged_on)
+    return tree, {
+        "tokens_per_step": tokens_per_step(tree, ranks),
+        "acceptance": acceptance(tree, ranks),
+        "heldout_top1": accuracy(ranks, 1),
+        "heldout_top5": accuracy(ranks, 5),
+    }
+
+
+class HeadsEvaluation(Best):
+    """Counts tokens per step on the trunk's own continuations, and keeps the heads that brought the most."""
+
+    def __init__(self, heads: MedusaHeads, held: Continuations, nodes: int) -> None:
+        super().__init__(heads)
+        self.heads = heads
+        self.held = held
+        self.nodes = nodes
+
+    def __call__(self, step: int) -> dict[str, Any]:
+        """Evaluate the heads as they are after ``step`` steps (see :func:`judge`)."""
+        tree, figures = judge(self.heads, self.held, self.nodes)
+        self.offer(step, figures["tokens_per_step"], tree)
+        return figures

@@ -1,26 +1,33 @@
-"""The training driver: subclasses of transformers' Trainer, and what it is told.
+"""What is trained, and by which loss: the objectives, and a trainer for each.
 
 Dimensions: B batch, T time, D hidden, K heads, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PrinterCallback, TrainingArguments
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from medusa.errors import UserError
 from medusa.heads import MedusaHeads
+from medusa.machine import seconds
+from medusa.trunk import Trunk
 
 from .checkpoints import Saved
 from .config import HeadsTraining, Training
 from .loss import HeadLoss, count_pairs, multi_head_loss, pair_mask, weights
-from .optim import make_optimizer, rate
-from .resumable import ResumableTrainer
+from .states import States
+from .trainer import StageTrainer
+from .zero import keep_together
 
-Write = Callable[[int, dict[str, Any]], None]  # step, figures
+TRIALS = 3  # of the trunk's bare forward, at the start of a stage
 
 
 def positions_of(segments_BT: Tensor) -> Tensor:
@@ -47,8 +54,39 @@ def next_token_loss(
     return loss, (labels_BT != -100).sum()
 
 
+def checkpoint_activations(model: Any, training: Training) -> None:
+    """Let each block of ``model`` keep only its input for the backward, if ``training`` asks for it.
+
+    transformers' own switch acts in training mode alone, which a trunk under an adapter never is in: its dropout stays
+    off. So the blocks are wrapped here.
+
+    Raises:
+        UserError: the family has no such blocks.
+    """
+    if not training.gradient_checkpointing:
+        return
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not blocks:
+        raise UserError(f"gradient_checkpointing=true: {model.config.model_type} models can't do it; leave it out")
+    for block in blocks:
+        block.forward = partial(_kept_small, block.forward)
+
+
+def _kept_small(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **named)
+    return checkpoint(forward, *inputs, use_reentrant=False, **named)
+
+
+def kept_in(training: HeadsTraining, trunk: Trunk) -> torch.dtype:
+    """What the heads' weights are kept in for training on ``trunk``."""
+    return training.kept_in(trunk.dtype)
+
+
 class HeadsObjective(nn.Module):
     """The heads with their loss: the module that is trained. The trunk is reached through them, and not part of it."""
+
+    states: States | None = None  # those of earlier epochs, for rows that have a number
 
     def __init__(self, heads: MedusaHeads, training: HeadsTraining) -> None:
         super().__init__()
@@ -57,116 +95,44 @@ class HeadsObjective(nn.Module):
         self.chunk = training.chunk
         self.targets = training.targets
 
-    def forward(self, input_ids: Tensor, segments: Tensor, labels: Tensor | None = None) -> HeadLoss:
-        """Loss of all heads on a batch of rows [B, T]; ``labels`` are the tokens, -100 where not supervised."""
-        labels = input_ids if labels is None else labels
-        output = self.heads.trunk.forward(input_ids, positions_BT=positions_of(segments), keep=1)
+    def forward(
+        self, input_ids: Tensor, segments: Tensor, labels: Tensor | None = None, row: Tensor | None = None
+    ) -> HeadLoss:
+        """Loss of all heads on a batch of rows [B, T].
+
+        ``labels`` are the tokens, -100 where not supervised; ``row`` [B] numbers the rows.
+        """
+        if self.states is None or row is None:
+            hidden = self.read(input_ids, segments)
+        else:
+            hidden = self.states.of(row, input_ids, segments, partial(self.read, input_ids, segments))
+        return self.loss(hidden, input_ids, segments, input_ids if labels is None else labels)
+
+    def read(self, input_ids: Tensor, segments: Tensor) -> Tensor:
+        """The trunk's last states [B, T, D]."""
+        return self.heads.trunk.forward(input_ids, positions_BT=positions_of(segments), keep=1).hidden
+
+    def loss(self, hidden_BTD: Tensor, input_ids: Tensor, segments: Tensor, labels: Tensor) -> HeadLoss:
+        """Loss of all heads that read the trunk's states ``hidden_BTD``, which get a gradient if they require one."""
         return multi_head_loss(
             self.heads,
-            output.hidden,
+            hidden_BTD,
             input_ids,
             labels,
             segments,
             self.weights_K,
             self.chunk,
-            teacher_states=None if self.targets == "text" else output.hidden,
+            teacher_states=None if self.targets == "text" else hidden_BTD,
             acceptance=self.targets == "acceptance",
         )
 
 
-class StageTrainer(ResumableTrainer):
-    """What the stages share: our optimizer, schedule, data order and log.
-
-    A step's rows may be taken in several micro-batches: each loss is divided by what the whole step supervises, on all
-    processes, so that losses and gradients add up to those of one batch, however uneven the micro-batches are.
-    """
-
-    optimizer: Any
-    lr_scheduler: Any
-    loss_is_scaled_for_ga = True  # or the Trainer would divide once more
-
-    def __init__(self, model: nn.Module, rows: Any, training: Training, *, seed: int, device: torch.device) -> None:
-        # The log's figures come from our own loss; when to save is for the callback that watches the steps to say.
-        arguments = TrainingArguments(
-            output_dir=".",
-            max_steps=training.steps,
-            per_device_train_batch_size=training.batch // training.accumulate,
-            gradient_accumulation_steps=training.accumulate,
-            max_grad_norm=training.clip,
-            logging_steps=min(training.log_every, training.steps),
-            logging_nan_inf_filter=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=device.type == "cpu",  # unasked, several processes on CPUs would each train alone
-            remove_unused_columns=False,
-            label_names=[],
-            train_sampling_strategy="sequential",  # the rows are in random order already, which a resumed run repeats
-            dataloader_pin_memory=device.type != "cpu",
-            seed=seed,
-        )
-        arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs are for torchrun; DataParallel splits a loss wrongly
-        super().__init__(model=model, args=arguments, train_dataset=rows)
-        self.model_accepts_loss_kwargs = False  # what a step supervises is counted below, per head
-        self.remove_callback(PrinterCallback)
-        self.training = training
-        self.report: Write | None = None
-
-    def vocabulary(self) -> Iterable[Tensor]:
-        """The weights whose rows are tokens."""
-        raise NotImplementedError
-
-    def figures(self) -> dict[str, Any]:
-        """More to log than the loss, since the last time."""
-        return {}
-
-    def supervised(self, batch: dict[str, Tensor]) -> Tensor:
-        """How many targets the loss of ``batch`` is a sum over."""
-        raise NotImplementedError
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Tensor]], Any]:
-        """The micro-batches of a step, and what all processes supervise in it."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return batches, self.whole(batches) if batches else None
-
-    def whole(self, batches: Sequence[dict[str, Tensor]]) -> Tensor:
-        """What ``batches`` and those of the other processes supervise together."""
-        count = torch.stack([self.supervised(batch) for batch in batches]).sum(0).to(self.args.device)
-        return self.accelerator.reduce(count) if self.accelerator.num_processes > 1 else count
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The stage's own optimizer instead of the Trainer's."""
-        if self.optimizer is None:
-            self.optimizer = make_optimizer(self.model, self.vocabulary(), self.training)
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The stage's own schedule instead of the Trainer's."""
-        if self.lr_scheduler is None:
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer or self.optimizer, lambda step: rate(step, self.training)
-            )
-        return self.lr_scheduler
-
-    def try_step(self) -> None:
-        """Forward and backward of the first batch, leaving nothing behind: to time it."""
-        rows = [self.train_dataset[index] for index in range(self.training.batch // self.training.accumulate)]
-        inputs = {name: torch.stack([row[name] for row in rows]).to(self.args.device) for name in rows[0]}
-        self.compute_loss(self.model, inputs).backward()
-        self.model.zero_grad()
-        self.figures()
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Hand the figures of the last steps on; the Trainer's summary at the end is left out."""
-        if "loss" not in logs or self.report is None:
-            return
-        self.report(self.state.global_step, logs | self.figures())
-
-
 class TrunkTrainer(StageTrainer):
     """Trains a causal language model on the next token."""
+
+    def __init__(self, model: nn.Module, rows: Any, training: Training, **options: Any) -> None:
+        checkpoint_activations(model, training)
+        super().__init__(model, rows, training, **options)
 
     def vocabulary(self) -> Iterable[Tensor]:
         """Embedding and projection."""
@@ -191,6 +157,26 @@ class HeadsTrainer(StageTrainer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._sums: list[Tensor] = []
+        if self.group.deepspeed is not None:
+            keep_together(self.model)
+
+    def beside(self) -> list[object]:
+        """The trunk."""
+        return [self.model.heads.trunk]
+
+    def trunk_speed(self) -> float | None:
+        """Measured on the first batch; the first forward warms up."""
+        batch = self.first_batch()
+        times = [seconds(lambda: self.model.read(batch["input_ids"], batch["segments"])) for _ in range(1 + TRIALS)]
+        return self.accelerator.num_processes * batch["input_ids"].numel() / median(times[1:])
+
+    def try_step(self) -> None:
+        """As every stage's, with the trunk's forward in it and no states kept."""
+        states, self.model.states = self.model.states, None
+        try:
+            super().try_step()
+        finally:
+            self.model.states = states
 
     def vocabulary(self) -> Iterable[Tensor]:
         """The heads' own projections."""
@@ -201,13 +187,14 @@ class HeadsTrainer(StageTrainer):
     ) -> Any:
         """Weighted sum of the heads' mean losses; of a micro-batch, its part of the step's."""
         output: HeadLoss = model(**inputs)
-        self._sums.append(
-            torch.stack(
-                [output.loss_sums_K.detach(), output.counts_K, output.top1_K, output.top5_K, output.outside_K]
-            ).double()
-        )
+        self.count(output)
         # Processes' gradients are averaged.
         return self.accelerator.num_processes * output.total(counts_K=num_items_in_batch)
+
+    def count(self, output: HeadLoss) -> None:
+        """Add to the sums that the log's next line is made of."""
+        counts = output.counts_K, output.top1_K, output.top5_K, output.outside_K
+        self._sums.append(torch.stack([output.loss_sums_K.detach(), *counts]).double())
 
     def supervised(self, batch: dict[str, Tensor]) -> Tensor:
         """Pairs of each head [K]."""
@@ -216,17 +203,16 @@ class HeadsTrainer(StageTrainer):
 
     def counters(self) -> dict[str, Any]:
         """The sums per head too."""
-        return super().counters() | {"sums": [sums.tolist() for sums in self._sums]}
+        return super().counters() | {"sums": self.pooled(self._sums)}
 
     def restore(self, saved: Saved) -> None:
         """The sums per head too."""
         super().restore(saved)
-        device = self.args.device
-        self._sums = [torch.tensor(sums, dtype=torch.float64, device=device) for sums in saved.counters["sums"]]
+        self._sums = self.own_part(saved.counters["sums"])
 
     def figures(self) -> dict[str, Any]:
         """Loss, top-1 and top-5 per head, and the share of targets outside its draft vocabulary."""
-        loss_K, count_K, top1_K, top5_K, outside_K = torch.stack(self._sums).sum(0)
+        loss_K, count_K, top1_K, top5_K, outside_K = self.group.sum(torch.stack(self._sums).sum(0))
         self._sums.clear()
         pairs = count_K.clamp(min=1)
         figures = {"head_loss": loss_K / pairs, "top1": top1_K / pairs, "top5": top5_K / pairs}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,9 +68,8 @@ def count_pairs(labels_BT: Tensor, segments_BT: Tensor | None, num: int) -> Tens
     return torch.stack([pair_mask(labels_BT, segments_BT, head).sum() for head in range(num)])
 
 
-@dataclass(frozen=True)
-class HeadLoss:
-    """Sums and counts per head: add those of micro-batches and ranks, then divide.
+class HeadLoss(NamedTuple):
+    """Sums and counts per head: add those of micro-batches and ranks, then divide. (A tuple, for ZeRO-3 to look into.)
 
     ``loss_sums_K`` in nats, differentiable, unweighted; ``counts_K`` int64, the pairs summed over; ``top1_K`` and
     ``top5_K`` int64, how many targets were first, or among the first five, of the head's law (a tie counts as a

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from medusa import configs
+from medusa.data import trunks
 from medusa.errors import UserError
 from medusa.machine import pick_device
 from medusa.trunk import Trunk
@@ -67,35 +70,47 @@ def load_trunk(trunk: TrunkConfig, run: Path) -> Trunk:
 
 
 def check_name(name: str) -> None:
-    """Refuse a trunk folder that is missing, naming the command that makes it where a shipped recipe does."""
+    """Refuse a trunk folder that is missing, naming the command that makes it where there is one."""
     if is_missing(name):
         maker = maker_of(name)
-        way = f"`medusa train {maker}` makes it" if maker else "give a folder saved by save_pretrained, or a hub id"
+        way = f"`{maker}` makes it" if maker else "give a folder saved by save_pretrained, or a hub id"
         raise UserError(f"trunk.name={name}: there is no such folder; {way}")
 
 
 def is_missing(name: str) -> bool:
     """Whether ``name`` means a folder, not a hub id, and is not there."""
     path = Path(name).expanduser()
-    means_folder = path.name == TRUNK or name.count("/") > 1 or name.startswith((".", "~", "/"))
-    return means_folder and not path.is_dir()
+    ours = path.name == TRUNK or _is_fetched(path)
+    return (ours or name.count("/") > 1 or name.startswith((".", "~", "/"))) and not path.is_dir()
+
+
+def _is_fetched(path: Path) -> bool:
+    """Whether `medusa trunk` would make this folder."""
+    return path.parent == trunks.PARENT and path.name in trunks.SOURCES
 
 
 def maker_of(trunk: str) -> str | None:
-    """The shipped recipe whose run makes the folder ``trunk``."""
+    """The command that makes the folder ``trunk``: that of a shipped recipe, or `medusa trunk`."""
     import yaml
 
+    if _is_fetched(Path(trunk)):
+        return f"medusa trunk {Path(trunk).name}"
     for name in configs.names():
         recipe = yaml.safe_load(configs.path(name).read_text(encoding="utf-8"))
         if "new" in recipe.get("trunk", {}) and Path(recipe["run"]) / TRUNK == Path(trunk):
-            return name
+            return f"medusa train {name}"
     return None
 
 
 def digest(trunk: Trunk) -> str:
     """Hash of every weight in memory; the fingerprint looks at samples."""
+    return digest_weights(trunk.model.state_dict())
+
+
+def digest_weights(weights: Mapping[str, Tensor]) -> str:
+    """Hash of every byte of ``weights``, and of their names."""
     whole = hashlib.blake2b(digest_size=16)
-    for name, value in trunk.model.state_dict().items():
+    for name, value in weights.items():
         whole.update(name.encode())
         whole.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return whole.hexdigest()

@@ -55,18 +55,29 @@ def matrices(module: nn.Module, vocabulary: Iterable[Tensor]) -> tuple[list[nn.P
 
 def make_optimizer(module: nn.Module, vocabulary: Iterable[Tensor], training: Training) -> Optimizer:
     """The optimizer that ``training`` asks for. Only matrices inside the network decay."""
-    inside, rest = matrices(module, vocabulary)
-    decayed: dict[str, Any] = {"params": inside, "weight_decay": training.weight_decay}
-    plain: dict[str, Any] = {"params": rest, "weight_decay": 0.0}
     if training.optimizer == "adamw":
-        groups = [group for group in (decayed, plain) if group["params"]]
-        return AdamW(groups, lr=training.lr, betas=BETAS)
+        return adamw([(module, training.lr)], vocabulary, training.weight_decay)
+    decayed, plain = _groups(module, vocabulary, training.weight_decay)
+    inside, rest = decayed["params"], plain["params"]
     parts: list[Optimizer] = []
     if inside:
         parts.append(torch.optim.Muon([decayed], lr=training.muon_lr))
     if rest:
         parts.append(AdamW([plain], lr=training.lr, betas=BETAS))
     return Joined(parts)
+
+
+def adamw(parts: Iterable[tuple[nn.Module, float]], vocabulary: Iterable[Tensor], weight_decay: float) -> Optimizer:
+    """AdamW with a peak learning rate for each part of what is trained; a schedule scales them all alike."""
+    outside = [*vocabulary]
+    groups = [group | {"lr": lr} for module, lr in parts for group in _groups(module, outside, weight_decay)]
+    return AdamW([group for group in groups if group["params"]], betas=BETAS)
+
+
+def _groups(module: nn.Module, vocabulary: Iterable[Tensor], weight_decay: float) -> tuple[dict[str, Any], ...]:
+    """Parameter groups: the matrices inside the network, which decay, and the rest."""
+    inside, rest = matrices(module, vocabulary)
+    return {"params": inside, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}
 
 
 def rate(step: int, training: Training) -> float:

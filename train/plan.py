@@ -1,4 +1,4 @@
-"""What a run would do, told without loading data or weights."""
+"""What a run would do and take, told without loading data or weights."""
 
 from __future__ import annotations
 
@@ -8,22 +8,32 @@ from transformers import AutoModelForCausalLM
 from .config import NewTrunk, TrainConfig, Training
 from .newtrunk import is_missing, llama_config, maker_of
 from .record import RunRecord
+from .sizes import head_parameters, read_trunk, tell
 
 
 def plan(config: TrainConfig) -> list[str]:
-    """A line per stage. Raises UserError for a folder that holds something else."""
+    """A line per stage, then memory and disk. Raises UserError for a folder that holds something else."""
     record = RunRecord(config)
     lines = [f"run          {record.folder}", f"data         {config.data.source}, {config.data.tokenizer} tokenizer"]
-    trunk = config.trunk
+    trunk, sizes = config.trunk, None if config.trunk.name is None else read_trunk(config.trunk)
     if trunk.new is not None:
         lines.append(f"trunk        new, {inner_size(trunk.new):,} parameters without vocabulary")
         lines.append(f"             {_effort(config.trunk_training, config)}")
     elif trunk.name is not None:
         maker = maker_of(trunk.name) if is_missing(trunk.name) else None
-        lines.append(f"trunk        {trunk.name}{f' (make it first: medusa train {maker})' if maker else ''}")
-    lines.append(f"heads        {config.heads.num} of kind {config.heads.kind}, {config.heads.projection} projection")
+        size = f", {sizes.parameters:,} parameters" if sizes else ""
+        lines.append(f"trunk        {trunk.name}{size}{f' (make it first: {maker})' if maker else ''}")
+    heads, size = config.heads, f", {sum(head_parameters(config, sizes)):,} parameters" if sizes else ""
+    lines.append(f"heads        {heads.num} of kind {heads.kind}, {heads.projection} projection{size}")
     lines.append(f"             {_effort(config.heads_training, config)}")
+    if config.joint is not None:
+        lines.append(f"joint        the heads, and the trunk through an adapter of rank {config.joint.rank}")
+        lines.append(f"             {_effort(config.joint, config)}")
     lines.append(f"calibration  trees of {', '.join(map(str, config.calibration.sizes))} nodes")
+    if sizes is not None:
+        lines.extend(tell(config, sizes))
+    elif trunk.name is not None:
+        lines.append("memory       unknown until the trunk's config.json can be read: nothing is downloaded here")
     return lines
 
 

@@ -19,8 +19,13 @@ from medusa.machine import describe
 
 from .checkpoints import FOLDER, Checkpoints, Saved, writing
 from .config import TrainConfig, flatten
+from .training import JointTraining
 
 TRUNK = "trunk"  # the folder of a trunk made here
+MEDUSA_1 = "medusa-1"  # that of the heads as they were before a joint stage, a checkpoint by itself
+MERGED = "merged"  # that of the trunk as a joint stage leaves it
+HELD = "continuations.safetensors"  # of held-out prompts, until the run is made
+AGAIN = "make room there, and run the same command again"
 
 LEFT = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # how medusa.files names what is not whole yet
 
@@ -28,6 +33,7 @@ LEFT = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # how medusa.files names what is not 
 STAGES: dict[str, tuple[str, ...]] = {
     "trunk": (f"{TRUNK}/config.json", f"{TRUNK}/model.safetensors"),
     "heads": (MANIFEST, WEIGHTS, TREE),
+    "joint": (f"{MERGED}/config.json", MANIFEST, WEIGHTS, TREE),
     "calibration": (TREE, CALIBRATION),
 }
 
@@ -54,6 +60,8 @@ class RunRecord:
                 f"{self.folder} holds heads for trunk {read_manifest(self.folder).trunk} that no {RUN} tells the making"
                 " of: choose another folder with --run, or replace them with `--fresh heads`"
             )
+        if fresh == "joint" and config.joint is None:
+            raise UserError("`--fresh joint`: this recipe has no joint stage: give one by --joint.steps, say")
         self._order = list(STAGES)
         self._anew = self._order.index(fresh) if fresh else len(STAGES)
 
@@ -66,14 +74,27 @@ class RunRecord:
         done = self.stages.get(stage)
         if self._order.index(stage) >= self._anew or done is None:
             return False
-        if not all((self.folder / name).is_file() for name in STAGES[stage]):
+        if not (self._has(self._files(stage)) or self._has(STAGES[stage])):
             return False
         if change := difference(done["settings"], settings):
             raise UserError(
                 f"{self.folder}: its {stage} stage was made with {change}: add `--fresh {stage}` to make it anew, or"
                 " choose another folder with --run"
             )
-        return True
+        return self._has(self._files(stage))
+
+    @property
+    def heads_folder(self) -> Path:
+        """Where the heads stage's result goes: apart, if a joint stage follows it."""
+        return self.folder if self.config.joint is None else self.folder / MEDUSA_1
+
+    def _files(self, stage: str) -> tuple[str, ...]:
+        """What the stage leaves in this run."""
+        apart = stage == "heads" and self.config.joint is not None
+        return tuple(f"{MEDUSA_1}/{name}" for name in STAGES[stage]) if apart else STAGES[stage]
+
+    def _has(self, files: tuple[str, ...]) -> bool:
+        return all((self.folder / name).is_file() for name in files)
 
     def checkpoints(self, stage: str, keep: int = 1) -> Checkpoints:
         """Those of a stage that is under way."""
@@ -107,9 +128,10 @@ class RunRecord:
                 self.stages.pop(later, None)
                 if later != stage or saved is None:
                     self.checkpoints(later).remove()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            sweep(self.folder)
-            write_text(self.folder / CONFIG, to_yaml(_anywhere(self.config)))
+            for folder in {self.folder, self.heads_folder}:
+                folder.mkdir(parents=True, exist_ok=True)
+                sweep(folder)
+                write_text(folder / CONFIG, to_yaml(_anywhere(self.config)))
             self._write()
 
     def done(self, stage: str, settings: Mapping[str, Any], start: float, result: Mapping[str, Any]) -> None:
@@ -132,15 +154,17 @@ class RunRecord:
     def _writing(self) -> AbstractContextManager[None]:
         return writing(f"the run folder {self.folder}", "make room there, or choose another with --run")
 
-    def _write(self) -> None:
-        content = {
+    def content(self) -> dict[str, Any]:
+        """What makes the run: versions, machine, git state and the configuration."""
+        return {
             "versions": {"medusa": medusa.__version__},
             "machine": describe(),
             "git": git_state(Path(medusa.__file__).resolve().parent),
             "config": _plain(asdict(self.config)),
-            "stages": self.stages,
         }
-        write_json(self.folder / RUN, content)
+
+    def _write(self) -> None:
+        write_json(self.folder / RUN, self.content() | {"stages": self.stages})
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -158,12 +182,12 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 def _defaults() -> dict[str, Any]:
     parts = {each.name: each.default_factory() for each in fields(TrainConfig) if each.default_factory is not MISSING}
-    return flatten(_plain({name: asdict(part) for name, part in parts.items()}))
+    return flatten(_plain({name: asdict(part) for name, part in (parts | {"joint": JointTraining()}).items()}))
 
 
 def sweep(folder: Path) -> None:
     """Remove what killed processes were writing when they were killed (see medusa.files)."""
-    names = {CONFIG, RUN, LOG, *(name for files in STAGES.values() for name in files)}
+    names = {CONFIG, RUN, LOG, HELD, *(name for files in STAGES.values() for name in files)}
     for path in folder.glob(".*"):
         found = LEFT.fullmatch(path.name)
         if found and found[1] in names and path.is_file():
@@ -193,11 +217,12 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def _anywhere(config: TrainConfig) -> TrainConfig:
-    """The configuration with absolute paths to the text, so that it can be found from any folder."""
+    """The configuration with absolute paths to its files, so that they can be found from any folder."""
     data = config.data
     source, tokenizer = _absolute(data.source), _absolute(data.tokenizer)
     path, template = data.path and _absolute(data.path), data.template and _absolute(data.template)
-    return replace(config, data=replace(data, source=source, path=path, tokenizer=tokenizer, template=template))
+    data = replace(data, source=source, path=path, tokenizer=tokenizer, template=template)
+    return replace(config, data=data, deepspeed=config.deepspeed and _absolute(config.deepspeed))
 
 
 def _absolute(name: str) -> str:

@@ -16,6 +16,7 @@ from medusa.errors import UserError, reason
 from medusa.files import write_json
 
 from .checkpoints import BEST, FORMAT, NEW, PREFIX, STATE, WEIGHTS, Checkpoints, Saved, told
+from .distributed import ALONE, Group
 
 
 class Kept(Protocol):
@@ -37,12 +38,25 @@ class ResumableTrainer(Trainer):
     """Saves and restores what the coming steps depend on; ``store`` None saves nothing."""
 
     store: Checkpoints | None = None
+    group: Group = ALONE
     kept: Kept | None = None
     notes: Callable[[], dict[str, Any]]  # the stage's part of ``Saved``
 
     def counters(self) -> dict[str, Any]:
-        """What has been summed up since the log's last line."""
-        return {"loss_sum": self._tr_loss.item(), "last_logged": self._globalstep_last_logged}
+        """What all processes have summed up since the log's last line. They take part in it together."""
+        loss = self.group.sum(self._tr_loss) / self.group.size  # the log's line holds the mean
+        return {"loss_sum": loss.item(), "last_logged": self._globalstep_last_logged}
+
+    def pooled(self, sums: list[Tensor]) -> list[Any]:
+        """Sums of each micro-batch, over all processes, as JSON can hold them."""
+        found: list[Any] = self.group.sum(torch.stack(sums)).tolist() if sums else []
+        return found
+
+    def own_part(self, sums: list[Any]) -> list[Tensor]:
+        """What a process goes on with of what :meth:`pooled` gave: the first with all, the others with zeros."""
+        device = self.args.device
+        given = [torch.tensor(each, dtype=torch.float64, device=device) for each in sums]
+        return given if self.group.leads else [torch.zeros_like(each) for each in given]
 
     def restore(self, saved: Saved) -> None:
         """Go on counting where ``saved`` was: to be called once the Trainer has set its own counters to zero."""
@@ -52,12 +66,9 @@ class ResumableTrainer(Trainer):
             best = saved.folder / BEST
             self.kept.load_state(saved.figures, load_file(best) if best.exists() else {})
 
-    def anywhere(self, wish: bool) -> bool:
-        """Whether any of the processes has this wish: they save and stop together."""
-        if self.accelerator.num_processes == 1:
-            return wish
-        wishes = self.accelerator.reduce(torch.tensor(float(wish), device=self.args.device))
-        return bool(wishes.item())
+    def anywhere(self, *wishes: bool) -> tuple[bool, ...]:
+        """Which of these wishes any of the processes has: they save and stop together."""
+        return self.group.any(wishes, self.args.device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """What is trained, and nothing of a trunk that is not; DeepSpeed saves its parts itself."""
@@ -90,13 +101,14 @@ class ResumableTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         self.args.output_dir = str(store.folder / NEW)
         super()._save_checkpoint(model, trial)
+        counters = self.counters()
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             made = store.folder / NEW / f"{PREFIX}{step}"
             figures, tensors = self.kept.state() if self.kept is not None else ({}, {})
             if tensors:
                 save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, made / BEST)
-            content = {"step": step, "counters": self.counters(), "figures": figures}
+            content = {"step": step, "counters": counters, "figures": figures, "kind": self.group.kind}
             write_json(made / STATE, {"format": FORMAT, **content, **self.notes()})
             store.publish(step)
         self.accelerator.wait_for_everyone()

@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from medusa.data.check import check_documents, check_examples, shared, warnings
-from medusa.data.corpus import RandomBlocks, flatten, load_texts, pack, tokenise
+from medusa.data.corpus import RandomBlocks, load_texts, pack, tokenise
 from medusa.data.examples import Examples, make_examples
-from medusa.data.packing import PackedRows, filler_id, pack_examples
+from medusa.data.packing import PackedRows, TiledBlocks, filler_id, pack_examples, text_rows
 from medusa.data.prompts import heldout_prompts
 from medusa.data.records import format_of
 from medusa.data.sources import answered_by
@@ -66,7 +66,7 @@ class Corpus:
         check_examples(examples, self.tokenizer)
         return examples
 
-    def training_rows(self, steps: int, batch: int) -> RandomBlocks | PackedRows:
+    def training_rows(self, steps: int, batch: int) -> RandomBlocks | TiledBlocks | PackedRows:
         """Rows for ``steps`` steps, in random order: windows of a text, or whole examples packed.
 
         Raises:
@@ -76,8 +76,7 @@ class Corpus:
         if self._plain:
             documents = tokenise(self._texts[0], self.tokenizer)
             check_documents(documents, self.tokenizer)
-            tokens_T, segments_T = flatten(documents)
-            return RandomBlocks(tokens_T, segments_T, data.block, samples, seed)
+            return text_rows(documents, data, samples, seed)
         filler = filler_id(self.tokenizer)
         rows = PackedRows(self._examples.items, data.block, samples, seed, filler=filler, too_long=data.too_long)
         found = warnings(self._examples, rows.layout)

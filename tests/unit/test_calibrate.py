@@ -25,11 +25,12 @@ from medusa.calibrate import (
     grow,
     growth,
     head_ranks,
+    node_shares,
     recalibrate,
-    step_costs,
     tokens_per_step,
 )
 from medusa.checkpoint import CALIBRATION, TREE, load_tree
+from medusa.costs import step_costs
 from medusa.decoding import Decoder, Request, decode
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.errors import UserError
@@ -398,7 +399,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return 1e-3 * len(trees)
 
     monkeypatch.setattr(Trunk, "tree_forward", forward)
-    monkeypatch.setattr("medusa.calibrate.seconds", seconds)
+    monkeypatch.setattr("medusa.costs.seconds", seconds)
     return trees
 
 
@@ -602,6 +603,8 @@ def test_a_calibration_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert content == found.as_json()
     assert SizeRow(**content["chosen"]) == found.chosen and [SizeRow(**row) for row in content["rows"]] == found.rows
     assert content["accuracy"].keys() == {"top1", "top5"} and content["machine"]["threads"] >= 1
+    judged_on = head_ranks(heads_of("hydra"), held_of().halves()[1])
+    assert content["node_share"] == node_shares(found.topology, judged_on)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from operator import mul
 import pytest
 import torch
 
-from medusa.calibrate import acceptance, accepted_lengths, continuations, grow, head_ranks, tokens_per_step
+from medusa.calibrate import acceptance, accepted_paths, continuations, grow, head_ranks, node_shares, tokens_per_step
 from medusa.decoding import Decoder, Request
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.heads import HeadsConfig, MedusaHeads
@@ -17,6 +17,10 @@ from medusa.train.heldout import HeadsEvaluation
 from medusa.tree import Topology
 
 PROMPTS = [[3, 0, 41, 7], [11], [60, 2], [5, 5, 9]]
+
+
+def accepted_lengths(tree: Topology, ranks: list[torch.Tensor]) -> list[int]:
+    return [len(path) for path in accepted_paths(tree, ranks)]
 
 
 def test_acceptance_by_hand() -> None:
@@ -36,6 +40,15 @@ def test_depths_without_children_are_not_accepted() -> None:
     assert accepted_lengths(forked, [ranks]) == [2, 0]
     assert accepted_lengths(forked, [ranks[2:]]) == [1]
     assert acceptance(forked, [ranks[2:], ranks]) == [2 / 3, 1 / 2]
+
+
+def test_node_shares_by_hand() -> None:
+    forked = Topology.from_paths([[0], [1], [0, 0], [0, 2]])
+    ranks = torch.tensor([[0, 2], [9, 9], [9, 9], [1, 0], [9, 9], [0, 0], [9, 9], [9, 9], [0, 1]])
+    assert accepted_paths(forked, [ranks]) == [(0, 2), (1,), (0, 0), (0,)]
+    shares = dict(zip(forked.paths, node_shares(forked, [ranks]), strict=True))
+    assert shares == {(): 1.0, (0,): 3 / 4, (1,): 1 / 4, (0, 0): 1 / 4, (0, 2): 1 / 4}
+    assert node_shares(forked, [ranks[:0]]) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +77,7 @@ def test_shares_are_those_of_the_real_loop(heads: MedusaHeads) -> None:
     assert len(shares) == tree.depth and min(shares) > 0 and max(shares) < 1
     mean = sum(accepted_lengths(tree, ranks)) / len(accepted_lengths(tree, ranks))
     assert sum(accumulate(shares, mul)) == pytest.approx(mean)
+    assert sum(node_shares(tree, ranks)) == pytest.approx(1 + mean)
 
 
 def test_the_best_heads_are_kept_with_their_figures(heads: MedusaHeads) -> None:

@@ -9,8 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medusa.data.corpus import DataConfig, RandomBlocks, pack
 from medusa.data.examples import Example
-from medusa.data.packing import Layout, PackedRows, filler_id, lay_out, order, pack_examples
+from medusa.data.packing import (
+    Layout,
+    PackedRows,
+    TiledBlocks,
+    filler_id,
+    lay_out,
+    order,
+    pack_examples,
+    text_rows,
+)
 from medusa.errors import UserError
 
 from .chats import chat_tokenizer
@@ -130,3 +140,38 @@ def test_the_filler_is_the_pad_or_the_end_or_anything() -> None:
 
 def test_an_empty_layout_is_not_full() -> None:
     assert Layout([], 10, 0, 0, 0).filled == 0
+
+
+@given(extra=st.integers(0, 4), count=st.integers(1, 7), seed=st.integers(0, 3))
+@settings(max_examples=30, deadline=None)
+def test_tiled_rows_are_those_of_the_text_each_once_in_an_epoch(extra: int, count: int, seed: int) -> None:
+    tokens_T = torch.arange(5 * count + extra)
+    segments_T = tokens_T // 3
+    packed = pack(tokens_T.split(3), 5)[:]
+    rows = TiledBlocks(tokens_T, segments_T, 5, 3 * count + 1, seed)
+    for epoch in range(3):
+        items = [rows[epoch * count + place] for place in range(count)]
+        items.sort(key=lambda item: int(item["input_ids"][0]))
+        assert [item["input_ids"].tolist() for item in items] == packed["input_ids"].tolist()
+        assert [item["segments"].tolist() for item in items] == packed["segments"].tolist()
+    again = TiledBlocks(tokens_T, segments_T, 5, 99, seed)
+    assert [rows.row(index) for index in range(len(rows))] == [again.row(index) for index in range(len(rows))]
+
+
+def test_tiled_rows_come_in_another_order_in_each_epoch_and_for_each_seed() -> None:
+    tokens_T = torch.arange(80)
+    orders = {
+        tuple(rows.row(10 * epoch + place) for place in range(10))
+        for rows in (TiledBlocks(tokens_T, tokens_T, 8, 99, seed) for seed in (0, 1))
+        for epoch in range(3)
+    }
+    assert len(orders) == 6
+    with pytest.raises(UserError, match="the text has 7 tokens, a block 8"):
+        TiledBlocks(tokens_T[:7], tokens_T[:7], 8, 1, 0)
+
+
+def test_a_plain_text_is_cut_as_the_configuration_says() -> None:
+    documents = [torch.arange(30)]
+    for windows, kind in (("random", RandomBlocks), ("tiled", TiledBlocks)):
+        made = text_rows(documents, DataConfig(block=8, windows=windows), 4, 0)  # type: ignore[arg-type]
+        assert type(made) is kind and len(made) == 4 and made.block == 8

@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 
 from medusa.checkpoint import CALIBRATION, LOG
-from medusa.infer.plots import COLUMN, NODE, _columns, acceptance, cost_curve, figures, speed, training, tree
+from medusa.curveplots import curve, training
+from medusa.curves import Panel, panels
+from medusa.infer.plots import figures, speed
+from medusa.plots import (
+    COLUMN,
+    NODE,
+    _columns,
+    acceptance,
+    cost_curve,
+    depth_shares,
+    pixels,
+    png,
+    tree,
+)
 from medusa.testing import random_topology
 from medusa.tree import Topology
 
@@ -63,23 +76,42 @@ def report_of(topology: Topology) -> dict:
 REPORT = report_of(random_topology(random.Random(1), 20))
 
 
+def tree_of(topology: Topology):
+    return tree(topology, report_of(topology)["drafter"]["node_share"])
+
+
 def texts(figure) -> str:
     from matplotlib.text import Text
 
     return "\n".join(each.get_text() for each in figure.findobj(Text))
 
 
-DEEP = {"share": [0.9] * 8, "conditional": [0.9] * 8}
+def panel(key: str, runs: int = 1, heads: int = 3) -> Panel:
+    """The panel of a figure that every head has, unless ``heads`` is 0."""
+    events = [{"stage": "heads", "step": step, key: [step / 10 + head for head in range(heads)]} for step in (1, 2, 3)]
+    events = events if heads else [{"stage": "heads", "step": step, key: step % 3} for step in (1, 2, 3)]
+    (found,) = panels({f"a run of some name, {run}": events for run in range(runs)})
+    return found
+
+
 FIGURES = {
     "speed": lambda: speed(REPORT),
-    "acceptance": lambda: acceptance(REPORT),
-    "acceptance, 8 deep": lambda: acceptance(report_of(Topology.chain(8)) | {"accepted": DEEP}),
+    "acceptance": lambda: acceptance(REPORT["accepted"]["share"]),
+    "acceptance, 8 deep": lambda: acceptance([0.9] * 8),
     "cost curve": lambda: cost_curve({"rows": ROWS, "chosen": ROWS[3]}),
-    "training": lambda: training(EVENTS),
-    "training of heads alone": lambda: training(EVENTS[2:]),
-    "tree": lambda: tree(REPORT),
-    "tree of a chain": lambda: tree(report_of(Topology.chain(4))),
-    "tree of 64": lambda: tree(report_of(random_topology(random.Random(2), 64))),
+    "training": lambda: training(panels({"run": EVENTS})),
+    "training of heads alone": lambda: training(panels({"run": EVENTS[2:]})),
+    "a curve": lambda: curve(panel("loss", heads=0)),
+    "curves of heads": lambda: curve(panel("head_loss", heads=6)),
+    "curves of an unknown figure": lambda: curve(panel("a_new_figure", heads=1)),
+    "the best marked": lambda: curve(panel("tokens_per_step", heads=0)),
+    "runs compared": lambda: curve(panel("tokens_per_step", 4, heads=0)),
+    "heads of runs compared": lambda: curve(panel("head_loss", 3, heads=5)),
+    "tree": lambda: tree_of(random_topology(random.Random(1), 20)),
+    "tree of a chain": lambda: tree_of(Topology.chain(4)),
+    "tree of 64": lambda: tree_of(random_topology(random.Random(2), 64)),
+    "tree whose acceptance is not known": lambda: tree(random_topology(random.Random(3), 30)),
+    "tree of the root alone": lambda: tree(Topology.root(), [1.0]),
 }
 
 
@@ -115,7 +147,7 @@ def test_speed_prints_each_rate_and_ratio() -> None:
 
 
 def test_acceptance_stacks_to_the_tokens_per_step() -> None:
-    figure = acceptance(REPORT)
+    figure = acceptance([0.4, 0.1], 1.5)
     tops = [bar.get_y() + bar.get_height() for bar in figure.axes[0].patches]
     assert max(tops) == pytest.approx(1.5)
     assert "+0.40" in texts(figure) and "25%" in texts(figure)
@@ -129,17 +161,48 @@ def test_cost_curve_marks_the_chosen_size() -> None:
 
 
 def test_training_draws_what_the_log_holds() -> None:
-    figure = training(EVENTS)
+    figure = training(panels({"run": EVENTS}))
     assert [axes.get_title() for axes in figure.axes] == [
         "trunk: loss",
-        "heads: loss",
-        "heads: first guess right, in training",
+        "heads: loss of each head",
         "heads: tokens per step, held out",
+        "heads: first guess right, in training",
     ]
     assert list(figure.axes[0].lines[0].get_ydata()) == [4.0, 2.0]
     assert list(figure.axes[1].lines[2].get_ydata()) == [4.0, 2.0]
-    assert len(training(EVENTS[2:]).axes) == 3  # a trunk trained elsewhere
-    assert len(training(EVENTS[:2]).axes) == 1
+    assert "bring 1.90 tokens" in texts(figure)
+    assert len(training(panels({"run": EVENTS[2:]})).axes) == 3  # a trunk trained elsewhere
+    assert len(training(panels({"run": EVENTS[:2]})).axes) == 1
+
+
+def test_the_best_is_marked_where_it_is() -> None:
+    figure = curve(panel("tokens_per_step", 2, heads=0))
+    stars = [line for line in figure.axes[0].lines if line.get_marker() == "*"]
+    assert [(star.get_xdata()[0], star.get_ydata()[0]) for star in stars] == [(2, 2), (2, 2)]
+    assert "best: 2.00 at 2, 2.00 at 2" in texts(figure)
+    assert not [line for line in curve(panel("loss", heads=0)).axes[0].lines if line.get_marker() == "*"]
+
+
+def test_heads_differ_in_colour_and_runs_in_style() -> None:
+    lines = curve(panel("head_loss", 2, heads=3)).axes[0].lines
+    looks = [(line.get_color(), line.get_linestyle()) for line in lines]
+    assert (
+        len(set(looks)) == 6 and len({colour for colour, _ in looks}) == 3 and len({style for _, style in looks}) == 2
+    )
+    alone = [line.get_color() for line in curve(panel("loss", 2, heads=0)).axes[0].lines]
+    assert len(set(alone)) == 2  # one curve each: colours are free for the runs
+
+
+def test_shares_of_depths_are_sums_over_their_nodes() -> None:
+    topology = Topology.from_paths([[0], [1], [0, 0], [0, 1]])
+    shares = dict(zip(topology.paths, [1.0, 0.5, 0.25, 0.2, 0.1], strict=True))
+    assert depth_shares(topology, [shares[path] for path in topology.paths]) == pytest.approx([0.75, 0.3])
+
+
+def test_a_figure_as_file_and_as_pixels() -> None:
+    figure = acceptance([0.5])
+    assert png(figure).startswith(b"\x89PNG")
+    assert pixels(figure).shape == (440, 660, 3) and pixels(figure).dtype == "uint8"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,10 +12,18 @@ from medusa.data.corpus import RandomBlocks
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.testing import tiny_trunk
+from medusa.train import heldout, loop
 from medusa.train.config import HeadsTraining, Training
 from medusa.train.follow import Pace, follow
 from medusa.train.heldout import HeadsEvaluation, text_loss
-from medusa.train.loop import HeadsObjective, HeadsTrainer, TrunkTrainer, next_token_loss, positions_of
+from medusa.train.loop import (
+    HeadsObjective,
+    HeadsTrainer,
+    TrunkTrainer,
+    checkpoint_activations,
+    next_token_loss,
+    positions_of,
+)
 from medusa.trunk import Trunk
 
 CPU = torch.device("cpu")
@@ -54,13 +62,26 @@ def test_nothing_is_predicted_across_a_seam() -> None:
     torch.testing.assert_close(whole, sum(parts[1:], parts[0]))
 
 
-def test_heldout_loss_is_that_of_the_model_itself() -> None:
+@pytest.mark.parametrize(
+    ("most", "batches"), [(heldout.MOST_LOGITS, [16, 16, 8]), (1950, [3] * 13 + [1]), (1, [1] * 40)]
+)
+def test_heldout_loss_is_that_of_the_model_itself(
+    most: int, batches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from datasets import Dataset
 
+    sizes: list[int] = []
+    monkeypatch.setattr(heldout, "MOST_LOGITS", most)
+    monkeypatch.setattr(
+        heldout,
+        "next_token_loss",
+        lambda model, ids, *more: sizes.append(len(ids)) or next_token_loss(model, ids, *more),
+    )
     model = tiny_trunk("llama").model
     ids = torch.randint(65, (40, 10), generator=torch.Generator().manual_seed(2))
     data = Dataset.from_dict({"input_ids": ids.numpy(), "segments": torch.zeros_like(ids).numpy()}).with_format("torch")
     assert text_loss(model, data) == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-6)
+    assert sizes == batches  # rows of 10 tokens and 65 symbols
     assert text_loss(model, data, limit=4) == pytest.approx(
         model(input_ids=ids[::10], labels=ids[::10]).loss.item(), rel=1e-6
     )
@@ -131,6 +152,73 @@ def test_a_trunk_learns() -> None:
     follow(trainer, "trunk", lambda step: {}, lambda step, figures: written.append(figures))
     losses = [event["loss"] for event in written if "loss" in event]
     assert losses[-1] < losses[0]
+
+
+def test_gradient_checkpointing_changes_nothing_but_what_is_computed_twice() -> None:
+    found = []
+    for wanted in (False, True):
+        model, runs = tiny_trunk("llama").model.requires_grad_(True), []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
+        training = Training(steps=3, batch=2, log_every=1, gradient_checkpointing=wanted)
+        trainer = TrunkTrainer(model, rows(6), training, seed=0, device=CPU)
+        losses: list[Any] = []
+        follow(trainer, "trunk", lambda step: {}, lambda step, figures, to=losses: to.append(figures.get("loss")))
+        found.append((losses, len(runs), model.state_dict()))
+    (losses, once, weights), (same, twice, same_weights) = found
+    assert losses == same and all(value.equal(same_weights[name]) for name, value in weights.items())
+    assert twice == 2 * once
+
+
+def test_gradient_checkpointing_is_refused_where_a_model_has_no_blocks_for_it() -> None:
+    model = tiny_trunk("llama").model
+    model.model.layers = torch.nn.ModuleList()
+    checkpoint_activations(model, Training())
+    with pytest.raises(UserError, match="gradient_checkpointing=true: llama models can't do it; leave it out"):
+        checkpoint_activations(model, Training(gradient_checkpointing=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
+def test_gradient_checkpointing_acts_on_a_trunk_that_is_in_no_training_mode(family: str) -> None:
+    found = []
+    for wanted in (False, True):
+        trunk, kept = tiny_trunk(family), [0]
+        checkpoint_activations(trunk.model, Training(gradient_checkpointing=wanted))
+        trunk.model.get_input_embeddings().weight.requires_grad_(True)
+
+        def keep(value: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
+            kept[0] += value.numel()
+            return value
+
+        ids = torch.arange(40).reshape(2, 20)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            hidden = trunk.forward_with_gradients(ids).hidden
+        hidden.square().sum().backward()
+        found.append((hidden, trunk.model.get_input_embeddings().weight.grad, kept[0]))
+        assert trunk.forward(ids).hidden.equal(hidden)
+    assert found[0][0].equal(found[1][0]) and found[0][1].equal(found[1][1])
+    assert found[1][2] < found[0][2] / 2
+
+
+def test_the_log_tells_memory_and_the_share_of_the_trunks_own_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[dict[str, Any]] = []
+    monkeypatch.setattr(HeadsTrainer, "trunk_speed", lambda self: 1e3)
+    train_heads(tiny_trunk("llama", dtype=torch.float32), HeadsTraining(steps=2, batch=2, log_every=1), written)
+    lines = [event for event in written if "loss" in event]
+    assert len(lines) == 2
+    for event in lines:
+        assert event["trunk_share"] == pytest.approx(event["tokens_per_second"] / 1e3, abs=1e-3)
+        assert 10 < event["peak_memory_mb"] < 1e6  # of a process that has imported torch, in MB
+
+
+def test_a_trunks_own_speed_is_that_of_its_bare_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = HeadsTraining(steps=2, batch=4, accumulate=2)
+    heads = MedusaHeads(HeadsConfig(num=1), tiny_trunk("llama"))
+    trainer = HeadsTrainer(HeadsObjective(heads, training), rows(8), training, seed=0, device=CPU)
+    times = iter([9.0, 0.5, 0.25, 2.0])  # the first warms up
+    shapes: list[Any] = []
+    monkeypatch.setattr(HeadsObjective, "read", lambda self, ids, segments: shapes.append(ids.shape))
+    monkeypatch.setattr(loop, "seconds", lambda work: (work(), next(times))[1])
+    assert trainer.trunk_speed() == 2 * 16 / 0.5 and shapes == [(2, 16)] * 4
 
 
 def test_divergence_is_told_and_ends_the_training() -> None:

@@ -26,7 +26,7 @@ from medusa.data.corpus import DataConfig, RandomBlocks
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig
 from medusa.testing import tiny_trunk
-from medusa.train import checkpoints, cli, follow, resumable
+from medusa.train import checkpoints, cli, follow, job, resumable
 from medusa.train.config import (
     CalibrationConfig,
     EvaluationConfig,
@@ -38,7 +38,7 @@ from medusa.train.config import (
 )
 from medusa.train.interrupt import Interrupted
 from medusa.train.loop import TrunkTrainer
-from medusa.train.record import difference, to_yaml
+from medusa.train.record import HELD, difference, to_yaml
 from medusa.train.stages import train
 
 TEXT = "the cat sat on the mat and a dog ran to the far end of it\n" * 60
@@ -80,7 +80,8 @@ def quiet(line: str) -> None:
 
 def events(config: TrainConfig) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (Path(config.run) / "train_log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in event.items() if key != "tokens_per_second"} for event in found]
+    measured = ("tokens_per_second", "trunk_share", "peak_memory_mb")
+    return [{key: value for key, value in event.items() if key not in measured} for event in found]
 
 
 def saved(config: TrainConfig, stage: str) -> list[int]:
@@ -170,6 +171,17 @@ def test_killed_at_any_step_and_resumed_is_never_stopped(whole: TrainConfig, tmp
     assert sum(f"{stage}: goes on from step 6" in line for line in lines) == 1
     assert sum(f"{stage}: goes on from step 3" in line for line in lines) == 2
     assert_same(config, whole)
+
+
+def test_continuations_are_made_once_and_kept_until_all_is_made(
+    first: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = elsewhere(first, tmp_path, "heads")
+    monkeypatch.setattr(job, "continuations", None)
+    assert (Path(config.run) / HELD).is_file()
+    train(config, report=quiet)
+    assert_same(config, first)
+    assert not (Path(config.run) / HELD).exists()
 
 
 def test_accumulated_steps_resume_too(tmp_path: Path) -> None:
@@ -507,7 +519,7 @@ def test_the_number_of_threads_and_the_time_taken_go_on(
     assert content["threads"] == {"steps": 1, "before": 1} and 0 <= content["seconds"] < 1000
     path.write_text(json.dumps(content | {"seconds": 1000.0}))
     timed: list[int] = []
-    monkeypatch.setattr("medusa.train.stages.pick_threads", lambda work: timed.append(1))
+    monkeypatch.setattr("medusa.train.job.pick_threads", lambda work: timed.append(1))
     train(replace(broken_off, threads="auto"), report=quiet)
     assert len(timed) == 1  # before calibration, which no checkpoint holds
     assert json.loads((Path(broken_off.run) / "run.json").read_text())["stages"]["heads"]["seconds"] >= 1000

@@ -1,0 +1,171 @@
+"""How a stage is trained: the part of the configuration that says it. A default is written once, here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from medusa.errors import UserError
+
+
+@dataclass(frozen=True)
+class Training:
+    """How one stage is trained.
+
+    Args:
+        steps: optimizer steps.
+        batch: rows of ``data.block`` tokens in a step.
+        optimizer: "adamw", or "muon" for the matrices inside the network and AdamW for the rest.
+        lr: peak learning rate of AdamW.
+        muon_lr: peak learning rate of Muon.
+        weight_decay: of the matrices inside the network; nothing else decays.
+        schedule: how the rate falls after the warm-up.
+        warmup: steps in which the rate rises from 0 to its peak.
+        floor: share of the peak that the rate ends at.
+        clip: largest norm of all gradients together.
+        log_every: steps between two lines of the log.
+        eval_every: steps between two evaluations on held-out text; the last step is always followed by one.
+        accumulate: parts that the rows of a step are taken in, one after the other, to need less memory; the step stays
+            the same.
+        save_every: steps between two checkpoints to go on from after an interruption; null goes by time alone.
+        save_minutes: minutes between two checkpoints; null goes by steps alone.
+        keep: checkpoints that are kept while the stage is under way.
+        gradient_checkpointing: keep only what enters each block of the trunk and compute the rest again in the
+            backward: less memory, about a third more time. Where the trunk is frozen no gradient passes through it,
+            so it changes nothing.
+    """
+
+    steps: int = 700
+    batch: int = 8
+    optimizer: Literal["adamw", "muon"] = "muon"
+    lr: float = 4e-3
+    muon_lr: float = 0.02
+    weight_decay: float = 0.01
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: int = 50
+    floor: float = 0.02
+    clip: float = 1.0
+    log_every: int = 10
+    eval_every: int = 100
+    accumulate: int = 1
+    save_every: int | None = None
+    save_minutes: float | None = 5.0
+    keep: int = 2
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "log_every", "eval_every", "accumulate", "keep"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: give at least 1")
+        if self.batch % self.accumulate:
+            raise UserError(f"accumulate={self.accumulate} does not divide batch={self.batch}: the parts are equal")
+        if self.save_every is not None and self.save_every < 1:
+            raise UserError(f"save_every={self.save_every}: give at least 1, or null")
+        if self.save_minutes is not None and not self.save_minutes > 0:
+            raise UserError(f"save_minutes={self.save_minutes}: give more than 0, or null")
+        for name in ("lr", "muon_lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name}={getattr(self, name)}: give more than 0")
+        if self.warmup < 0 or self.weight_decay < 0:
+            raise UserError(f"warmup={self.warmup}, weight_decay={self.weight_decay}: neither may be negative")
+        if not 0 <= self.floor <= 1:
+            raise UserError(f"floor={self.floor}: it is a share of the peak rate, from 0 to 1")
+
+
+@dataclass(frozen=True)
+class HeadsTraining(Training):
+    """How the heads are trained; the trunk is frozen.
+
+    Args:
+        decay: head k weighs decay^k in the loss, so that head 0 weighs 1.
+        targets: "text" learns the data's own tokens, "trunk" the trunk's law of them (cross-entropy to it),
+            "acceptance" to be accepted by it: minus the logarithm of what the two laws share.
+        chunk: positions whose logits exist at a time; null chooses by the vocabulary.
+        dtype: what the heads' weights and the optimizer's moments are kept in; "auto" is float32 for a trunk in half
+            precision, whose rounding would lose small updates, and else the trunk's own. They compute in the trunk's,
+            as when they decode, and are saved in it.
+        cache_states: keep the trunk's states of each row in the run folder until the heads are made, so that the trunk
+            reads a row once and not in every epoch; true, false, or "auto": where every row comes twice or more and the
+            disk has room. Windows of a plain text repeat with data.windows=tiled alone.
+    """
+
+    steps: int = 600
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: float = 2.4e-2  # high, since new heads start from zero weights; the lowest loss of each kind on the demo
+    decay: float = 0.8
+    targets: Literal["text", "trunk", "acceptance"] = "text"
+    chunk: int | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    cache_states: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chunk is not None and self.chunk < 1:
+            raise UserError(f"chunk={self.chunk}: give at least 1, or null")
+        if not 0 < self.decay <= 1:
+            raise UserError(f"decay={self.decay}: heads weigh decay^k, give more than 0 and at most 1")
+
+    def kept_in(self, trunk: torch.dtype) -> torch.dtype:
+        """What the heads' weights are kept in for a trunk in the precision ``trunk``: as asked for, or >= float32."""
+        if self.dtype == "auto":
+            return torch.promote_types(trunk, torch.float32)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+
+@dataclass(frozen=True)
+class JointTraining(Training):
+    """How trunk and heads are trained together, after the heads alone (Medusa-2; Cai et al. 2024, section 2.2.2).
+
+    The trunk learns through an adapter of low rank (LoRA; Hu et al. 2021), which is merged into it at the end. What the
+    heads learn, and how they weigh among each other, is as in ``heads_training``.
+
+    Args:
+        lr: peak learning rate of the adapter.
+        heads_lr: peak learning rate of the heads.
+        rank: of the adapter's matrices.
+        alpha: the adapter's output is scaled by alpha / rank.
+        dropout: share of an adapter's input that is left out in each step.
+        modules: "all-linear" for every linear layer of the trunk but its vocabulary projection, or names of such layers
+            such as [q_proj, v_proj].
+        trunk_loss: "text" is the trunk's own loss of the next token, "teacher" the divergence (KL) of its law from that
+            of the trunk without the adapter; both are means over the supervised tokens.
+        heads_weight: what the heads' loss weighs beside the trunk's.
+        heads_warmup: steps in which that weight rises from 0, as the first quarter of a sine.
+        loss_tolerance: by what share the held-out loss of the adapted trunk may exceed that of the trunk; heads and
+            adapters beyond it are not taken, whatever they bring.
+    """
+
+    steps: int = 300
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: float = 1e-3
+    heads_lr: float = 2.4e-3
+    rank: int = 16
+    alpha: float = 16.0
+    dropout: float = 0.0
+    modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    trunk_loss: Literal["text", "teacher"] = "text"
+    heads_weight: float = 0.2
+    heads_warmup: int = 50
+    loss_tolerance: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer != "adamw":
+            raise UserError(f"joint.optimizer={self.optimizer!r}: an adapter's thin matrices are for adamw alone")
+        if self.rank < 1:
+            raise UserError(f"joint.rank={self.rank}: give at least 1")
+        for name in ("heads_lr", "alpha"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"joint.{name}={getattr(self, name)}: give more than 0")
+        for name in ("heads_weight", "heads_warmup", "loss_tolerance"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"joint.{name}={getattr(self, name)}: it may not be negative")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"joint.dropout={self.dropout}: it is a share, give at least 0 and less than 1")
+        if not self.modules or (isinstance(self.modules, str) and self.modules != "all-linear"):
+            raise UserError(
+                f"joint.modules={self.modules!r}: give a list of names such as [q_proj, v_proj], or all-linear"
+            )
