@@ -16,9 +16,10 @@ BIN := $(VENV)/bin
 RUN := runs/tinyshakespeare
 SHORT_RUN := runs/ci
 PROMPT := ROMEO:
+QUESTION := Explain in simple words why the sky is blue.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short test test-slow test-all lint format types clean
+.PHONY: help install demo demo-short demo-chat test test-slow test-all lint format types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +43,10 @@ demo-short: install ## the demo in small, as CI runs it
 	$(BIN)/medusa train configs/tinyshakespeare.yaml --run $(SHORT_RUN) $(SHORT) --fresh
 	$(BIN)/medusa bench $(SHORT_RUN) $(SHORT_BENCH)
 	$(BIN)/medusa generate $(SHORT_RUN) --prompt "$(PROMPT)" --max-new-tokens 40
+
+demo-chat: install ## SmolLM2-135M answers, with the heads that ship with the package and without
+	$(BIN)/medusa chat smollm2 --message "$(QUESTION)" --max-new-tokens 160
+	$(BIN)/medusa chat smollm2 --message "$(QUESTION)" --max-new-tokens 160 --baseline
 
 test: install ## run the fast tests
 	$(BIN)/python -m pytest -m "not slow" -n 2

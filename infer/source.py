@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 
 from medusa.checkpoint import MANIFEST, TREE, WEIGHTS, read_manifest, trunk_source
+from medusa.data.trunks import SOURCES, fetched, shipped_heads
 from medusa.dialects import PUBLISHED, has_heads_inside, is_published, published_trunk
 from medusa.errors import UserError, nearest, reason
+from medusa.machine import bfloat16_pays, pick_device
 from medusa.trunk import Trunk
 
 # Of a hub repository: the engine, not its logs and plots.
@@ -21,12 +24,16 @@ REASON = 160  # characters of what the hub says: its first sentence or two
 def find(source: str, revision: str | None) -> Path | None:
     """The local folder of an engine or trunk, fetched from the hub if need be; None for a hub id without an engine.
 
+    The name of a trunk that `medusa trunk` makes stands for the heads that ship for it.
+
     Raises:
         UserError: neither a folder nor a repository that can be had.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
+    if (heads := shipped_heads(source)) is not None:
+        return heads
     parent = folder.parent
     if source.startswith((".", "/", "~")) or (parent != Path(".") and parent.is_dir()):
         beside = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
@@ -57,10 +64,15 @@ def load_trunk(
 ) -> Trunk:
     """The trunk that the checkpoint in ``folder`` belongs to; ``options`` go to ``Trunk.load``.
 
-    Raises UserError if it is no checkpoint, or the trunk can't be loaded.
+    That of heads which ship with the package is made first, where it is not there, and its own dtype is the faster one
+    here of bf16 and fp32. Raises UserError if it is no checkpoint, or the trunk can't be had or loaded.
     """
     if not (folder / MANIFEST).is_file() and is_published(folder):
         return Trunk.load(published_trunk(folder), dtype=dtype, device=device, check=check, **options)
     manifest = read_manifest(folder)
     name, revision = trunk_source(folder, manifest), manifest.revision
+    if name in SOURCES:
+        name = str(fetched(name, lambda line: print(line, file=sys.stderr, flush=True)))
+        if dtype == "auto" and bfloat16_pays(pick_device(device)):
+            dtype = torch.bfloat16
     return Trunk.load(name, dtype=dtype, device=device, revision=revision, check=check, **options)

@@ -51,8 +51,24 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def peak_memory_mb(device: torch.device) -> float | None:
+    """The most memory that this process has held so far, in MB of 10^6 bytes: what torch allocated on a GPU, else all.
+
+    None where the system doesn't tell.
+    """
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 1e6, 1)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
+
+
 LOST = 20  # times slower at once: waiting for each other, and no outlier
 ENOUGH_S = 2.0  # seconds spent on finding out
+HALF_OR_FULL = (torch.bfloat16, torch.float32)
 
 
 def pick_threads(work: Callable[[], object], repeats: int = 5) -> int:
@@ -78,6 +94,19 @@ def pick_threads(work: Callable[[], object], repeats: int = 5) -> int:
     finally:
         torch.set_num_threads(best)
     return best
+
+
+def bfloat16_pays(device: torch.device, repeats: int = 20) -> bool:
+    """Whether a small model's products are faster in bf16 here: timed in turns on a processor, a few ms in all."""
+    if device.type != "cpu":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    sides = {dtype: [torch.ones(rows, 576, dtype=dtype) for rows in (8, 1536)] for dtype in HALF_OR_FULL}
+    times: dict[torch.dtype, list[float]] = {dtype: [] for dtype in sides}
+    for _ in range(repeats):
+        for dtype, (states, weight) in sides.items():
+            times[dtype].append(seconds(lambda s=states, w=weight: torch.nn.functional.linear(s, w)))  # type: ignore[misc]
+    half, full = (median(times[dtype]) for dtype in HALF_OR_FULL)
+    return half < full
 
 
 def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

