@@ -15,21 +15,25 @@ import torch
 from torch import Tensor
 
 from medusa.drafters.base import Drafter
+from medusa.drafters.dynamic import DynamicDrafter
 from medusa.drafters.medusa import MedusaDrafter
+from medusa.drafters.mixed import MixedDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
 from medusa.machine import describe, pick_threads
 from medusa.processors import Processing
+from medusa.tree import Topology
 from medusa.trunk import Trunk
 
-from .measure import GREEDY, Run, compare, dissect, our_loop, plain_generate
+from .contenders import GREEDY, REFERENCE
+from .measure import Run, compare, dissect, our_loop, plain_generate
 from .options import UNSUPPORTED, Options
 from .summary import accepted_by_depth, repeated, speedup, summary
 
 if TYPE_CHECKING:
     from medusa.data.prompts import Documents
 
-REFERENCE, NULL = "generate", NullDrafter.name
+NULL = NullDrafter.name
 DISSECTED = 4  # prompts whose steps are taken apart: some hundred steps, enough for medians
 LOSS_ROWS = 128, 256  # rows and tokens each: the mean is then good to about 0.01 nats
 # A first difference with a smaller top-2 logit gap is a near-tie; None: 4 units of rounding of the top logit.
@@ -41,11 +45,12 @@ class BenchOptions:
     """How much is measured.
 
     Args:
-        prompts: held-out prompts, 1 or more.
-        prompt_length: tokens per prompt; of a conversation, the most.
-        max_new_tokens: tokens that every run emits, 2 or more; nothing ends a run earlier.
+        prompts: held-out prompts, or questions of each prompt set, 1 or more.
+        prompt_length: tokens per prompt that is cut from a text; of a conversation, the most.
+        max_new_tokens: tokens that every run emits, 2 or more; nothing ends a run earlier, but an EOS where axes are
+            given.
         repeats: runs of each contender on each prompt.
-        seed: of the bootstrap behind the intervals.
+        seed: of the bootstrap behind the intervals, and of sampling.
         threads: torch's threads, for all contenders; left out, 1 or all, whichever suits plain generate better.
 
     Raises:
@@ -68,10 +73,17 @@ class BenchOptions:
 
 
 def run_bench(
-    folder: str, options: BenchOptions, out: str | None = None, *, dtype: str = "auto", device: str = "auto"
+    folder: str,
+    options: BenchOptions,
+    out: str | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    compile: bool = False,
 ) -> int:
     """Benchmark the checkpoint in ``folder``, print the tables and write the report to ``out`` (``folder``/report).
 
+    ``compile`` compiles the steps of our own loop; the first, unmeasured round waits for it.
     Returns the exit code: 1 if an output differs from plain ``generate`` by more than a near-tie, else 0.
     """
     from medusa.data.prompts import heldout_prompts
@@ -84,7 +96,7 @@ def run_bench(
     run = Path(folder).expanduser()
     target = Path(out).expanduser() if out else run / "report"
     check_writable(target, "name another folder with --out")  # before minutes of measuring
-    engine = Engine.load(run, dtype=dtype, device=device)
+    engine = Engine.load(run, dtype=dtype, device=device, compile=compile)
     documents = heldout_documents(run)
     prompts = heldout_prompts(documents, options.prompts, options.prompt_length, "benchmark")
     heldout = _loss_rows(documents, engine.trunk)
@@ -111,8 +123,7 @@ def check_task(trunk: Trunk, prompts: Sequence[Sequence[int]], options: BenchOpt
     """Refuse what would make contenders do different work.
 
     Raises:
-        UserError: prompt and new tokens together exceed the trunk's context, or its ``generation_config`` makes
-            ``generate`` do what our loop does not.
+        UserError: prompt and new tokens together exceed the trunk's context, or as :func:`check_config`.
     """
     longest = max(map(len, prompts))
     if trunk.context is not None and longest + options.max_new_tokens > trunk.context:
@@ -120,6 +131,11 @@ def check_task(trunk: Trunk, prompts: Sequence[Sequence[int]], options: BenchOpt
             f"prompts of {longest} tokens and max_new_tokens={options.max_new_tokens} exceed the trunk's context of"
             f" {trunk.context}: ask for shorter prompts or fewer tokens"
         )
+    check_config(trunk)
+
+
+def check_config(trunk: Trunk) -> None:
+    """Refuse a ``generation_config`` by which ``generate`` does what the timed loop does not. Raises UserError."""
     undone = {name: value for name, value in GREEDY.items() if name in UNSUPPORTED}  # by plain_generate itself
     asked, idle = Options.of({"temperature": 0.0, **undone}, trunk).processing, Processing()
     for name in (field.name for field in fields(Processing)):
@@ -148,7 +164,7 @@ def bench(
         UserError: as :func:`check_task`.
     """
     check_task(trunk, prompts, options)
-    _set_threads(trunk, prompts[0], options.threads)
+    set_threads(trunk, prompts[0], options.threads)
     tokens = options.max_new_tokens
     drafters: dict[str, Drafter] = {NULL: NullDrafter(), drafter.name: drafter}
     contenders = {REFERENCE: plain_generate(trunk)} | {name: our_loop(trunk, each) for name, each in drafters.items()}
@@ -188,16 +204,16 @@ def describe_trunk(trunk: Trunk) -> dict[str, Any]:
 
 
 def describe_drafter(drafter: Drafter) -> dict[str, Any]:
-    """Name, and for heads their number and parameters and the tree."""
-    if not isinstance(drafter, MedusaDrafter):
-        return {"name": drafter.name}
-    tree = drafter.topology
-    return {
-        "name": drafter.name,
-        "heads": asdict(drafter.heads.config),
-        "parameters": sum(parameter.numel() for parameter in drafter.heads.parameters()),
-        "tree": {"parents": list(tree.parents), "ranks": list(tree.ranks), "nodes": tree.size, "depth": tree.depth},
-    }
+    """Name, for heads their number and parameters, and the tree where it is one and the same."""
+    found: dict[str, Any] = {"name": drafter.name}
+    if isinstance(drafter, (MedusaDrafter, DynamicDrafter, MixedDrafter)):
+        found["heads"] = asdict(drafter.heads.config)
+        found["parameters"] = sum(parameter.numel() for parameter in drafter.heads.parameters())
+    tree = getattr(drafter, "topology", None)
+    if isinstance(tree, Topology):
+        shape = {"parents": list(tree.parents), "ranks": list(tree.ranks)}
+        found["tree"] = shape | {"nodes": tree.size, "depth": tree.depth}
+    return found
 
 
 @torch.inference_mode()
@@ -257,7 +273,8 @@ def _gap(trunk: Trunk, ids: Sequence[int]) -> tuple[float, float]:
     return best - second, 4 * torch.finfo(trunk.dtype).eps * abs(best) if limit is None else limit
 
 
-def _set_threads(trunk: Trunk, prompt: Sequence[int], threads: int | None) -> None:
+def set_threads(trunk: Trunk, prompt: Sequence[int], threads: int | None) -> None:
+    """Set torch's threads, to 1 or to all where no number is asked for, whichever suits plain generate better."""
     if threads is not None:
         torch.set_num_threads(threads)
     elif trunk.device.type == "cpu":

@@ -38,7 +38,7 @@ def run(command: str, argv: list[str]) -> int:
 
     args = parse(_parser(), argv)
     _check(args)
-    plain = not args.baseline and not _has_heads(args.run)
+    plain = not args.baseline and args.drafter in (None, "auto") and not _has_heads(args.run)
     args.baseline = args.baseline or plain
     engine = _engine(args)
     names = [field.name for field in fields(Options) if field.name not in (*IN_PYTHON, "baseline")]

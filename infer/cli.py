@@ -1,4 +1,4 @@
-"""The commands ``medusa generate``, ``medusa calibrate`` and ``medusa bench``."""
+"""The commands ``medusa generate`` and ``medusa calibrate``, and the way to ``medusa bench``."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ IN_PYTHON = {"logits_processor", "stopping_criteria", "sequence_bias", "num_retu
 
 def run(command: str, argv: list[str]) -> int:
     """Run ``medusa COMMAND ARGV``; return the exit code."""
-    commands = {"generate": _generate, "calibrate": _calibrate, "bench": _bench}
+    from .bench_cli import bench
+
+    commands = {"generate": _generate, "calibrate": _calibrate, "bench": bench}
     return commands[command](argv)
 
 
-def _quiet_unless_terminal() -> None:
-    """Loading shows a bar of transformers' own, in log files too."""
+def quiet_unless_terminal() -> None:
+    """Loading shows a bar of transformers' own; keep it out of log files."""
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 
@@ -75,17 +77,29 @@ def _add_decoding(parser: jsonargparse.ArgumentParser) -> None:
     """Where and how to decode, for the commands that do."""
     from .options import Options
 
-    _add_machine(parser)
+    add_engine(parser)
     parser.add_argument(
-        "--threads", type=int, help="processor threads; left out, as many as calibration, or a trial, finds best here"
+        "--compile", action="store_true", help="compile the trunk's steps: minutes the first time, see medusa warmup"
     )
-    parser.add_argument("--baseline", action="store_true", help="decode without drafts: the same text, step by step")
     parser.add_argument("--stop_strings", type=str, nargs="+", help="texts that end the text where they first come")
     parser.add_argument("--logprobs", action="store_true", help="report each token's log-probability; with --json")
     parser.add_class_arguments(Options, skip={"baseline", "stop_strings", "logprobs", *IN_PYTHON})
 
 
-def _add_machine(parser: jsonargparse.ArgumentParser) -> None:
+def add_engine(parser: jsonargparse.ArgumentParser) -> None:
+    """What decodes, and where; :func:`load_engine` loads it."""
+    from .drafters import listed
+
+    add_machine(parser)
+    parser.add_argument(
+        "--threads", type=int, help="processor threads; left out, as many as calibration, or a trial, finds best here"
+    )
+    parser.add_argument("--baseline", action="store_true", help="decode without drafts: the same text, step by step")
+    parser.add_argument("--drafter", type=str, help=f"what guesses ahead, auto if left out: {listed()}")
+
+
+def add_machine(parser: jsonargparse.ArgumentParser) -> None:
+    """What a trunk is loaded in, and where."""
     parser.add_argument(
         "--dtype", type=str, default="auto", help="what the trunk is loaded in, such as float32; auto: its own"
     )
@@ -103,10 +117,21 @@ def _prompt(args: jsonargparse.Namespace) -> str:
 
 
 def _engine(args: jsonargparse.Namespace) -> Engine:
+    engine = load_engine(args)
+    if args.compile:
+        engine.warmup()
+    return engine
+
+
+def load_engine(args: jsonargparse.Namespace) -> Engine:
+    """The engine that the options of :func:`add_engine` name; torch's threads are set."""
     from .engine import Engine
 
-    _quiet_unless_terminal()
-    engine = Engine.load(args.run, drafter="none" if args.baseline else "auto", dtype=args.dtype, device=args.device)
+    if args.baseline and args.drafter not in (None, "auto", "none"):
+        raise UserError(f"--baseline and --drafter {args.drafter}: one drafts nothing, give the other alone")
+    quiet_unless_terminal()
+    drafter = "none" if args.baseline else args.drafter or "auto"
+    engine = Engine.load(args.run, drafter=drafter, dtype=args.dtype, device=args.device)
     threads = args.threads
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
         threads = _calibrated_threads(Path(args.run).expanduser())
@@ -181,7 +206,7 @@ def _calibrate(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, help="tokens that the trunk continues each by")
     parser.add_argument("--sizes", type=int, nargs="+", help="numbers of nodes to try")
     parser.add_argument("--rounds", type=int, help="times each of them is measured")
-    _add_machine(parser)
+    add_machine(parser)
     parser.add_argument(
         "--threads", type=int, help="processor threads; left out, 1 or all: both are measured anew and the faster kept"
     )
@@ -203,7 +228,7 @@ def _measure(folder: Path, settings: dict[str, Any], args: jsonargparse.Namespac
     from .prompts import heldout_prompts
     from .source import load_trunk
 
-    _quiet_unless_terminal()
+    quiet_unless_terminal()
     trunk = load_trunk(folder, dtype=args.dtype, device=args.device)
     heads = load_heads(folder, trunk)
     prompts = heldout_prompts(folder, settings["prompts"], settings["prompt_tokens"], "judging")
@@ -246,18 +271,3 @@ def _print_trees(found: Calibration) -> None:
             f"{row.nodes:5}  {row.depth:5}  {row.tokens_per_step:11.2f}  {row.step_ms:7.2f}  {row.forward_ms:10.2f}"
             f"  {row.tokens_per_second:8.0f}{'  <- chosen' if row == found.chosen else ''}"
         )
-
-
-def _bench(argv: list[str]) -> int:
-    """Compare plain and speculative decoding on held-out prompts."""
-    from .bench import BenchOptions, run_bench
-
-    parser = new_parser("bench", "Compare plain and speculative decoding on held-out prompts.")
-    parser.add_argument("run", type=str, help="a folder made by `medusa train`")
-    parser.add_argument("--out", type=str, help="where the report goes; left out, the run's folder report")
-    _add_machine(parser)
-    parser.add_class_arguments(BenchOptions)
-    args = parse(parser, argv)
-    options = BenchOptions(**{field.name: args[field.name] for field in fields(BenchOptions)})
-    _quiet_unless_terminal()
-    return run_bench(args.run, options, args.out, dtype=args.dtype, device=args.device)

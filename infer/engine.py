@@ -10,26 +10,26 @@ from typing import Any, overload
 
 import torch
 
-from medusa.checkpoint import MANIFEST, load_heads, load_tree
+from medusa.checkpoint import MANIFEST
+from medusa.compiled import StepSize
 from medusa.decoding import Step, decode
-from medusa.dialects import is_published, load_published, published_tree
 from medusa.drafters.base import Drafter
-from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.none import NullDrafter
-from medusa.errors import UserError, nearest
+from medusa.errors import UserError
 from medusa.trunk import Trunk
 
 from .calls import Call, prepare
 from .chat import Conversation, chat, stream_chat
+from .drafters import has_heads, make_drafter, split_name
 from .inputs import Prompts, read_prompts
 from .messages import Message
 from .source import find, load_trunk
 from .streams import Stream, Streamer, check_streamer, pieces, put_certain
 from .tally import Completion
+from .warmup import use_compiled, warm_up
 
 __all__ = ["Completion", "Engine", "Stream"]
 
-DRAFTERS = ("auto", "none")
 MAX_ROWS = 32
 
 
@@ -40,17 +40,22 @@ class Engine:
         trunk: the model whose text is produced, and its tokenizer.
         drafter: what guesses ahead; None guesses nothing.
         max_rows: rows decoded at once; those beyond it begin as others end.
+        compile: have the trunk's steps over the drafter's trees compiled, for one row.
 
     Raises:
-        UserError: ``max_rows`` below 1.
+        UserError: ``max_rows`` below 1, or a trunk that can't be compiled.
     """
 
-    def __init__(self, trunk: Trunk, drafter: Drafter | None = None, *, max_rows: int = MAX_ROWS) -> None:
+    def __init__(
+        self, trunk: Trunk, drafter: Drafter | None = None, *, max_rows: int = MAX_ROWS, compile: bool = False
+    ) -> None:
         if not isinstance(max_rows, int) or isinstance(max_rows, bool) or max_rows < 1:
             raise UserError(f"max_rows={max_rows!r}: give a whole number from 1")
         self.trunk = trunk
         self.drafter: Drafter = drafter or NullDrafter()
         self.max_rows = max_rows
+        if compile:
+            use_compiled(trunk, self.drafter)
 
     @classmethod
     def load(
@@ -63,28 +68,34 @@ class Engine:
         revision: str | None = None,
         check: bool = True,
         max_rows: int = MAX_ROWS,
+        compile: bool = False,
         **trunk_options: Any,
     ) -> Engine:
         """Load a folder made by ``medusa train``, heads as the reference publishes them, or a hub repository of either.
 
-        ``drafter``: "auto" for the folder's own heads and tree, "none" to decode without drafts; a plain trunk loads
-        only with "none". ``dtype`` and ``device`` are the trunk's ("auto": its own, and a GPU where there is one);
-        ``check`` verifies at load that it can be driven exactly with a token tree. ``trunk_options`` go to
+        ``drafter``: "auto" for the folder's own heads and tree, "none" to decode without drafts. For those that need no
+        heads a plain trunk's folder or hub id will do: "prompt-lookup", "lookahead", "draft:FOLDER" for a draft model,
+        "cut:LAYERS" for the trunk's own first layers.
+
+        ``dtype`` and ``device`` are the trunk's ("auto": its own, and a GPU where there is one);
+        ``check`` verifies at load that it can be driven exactly with a token tree. ``compile`` has the trunk's steps
+        over one row's trees compiled, each when it is first met, or by :meth:`warmup` before. ``trunk_options`` go to
         :meth:`medusa.trunk.Trunk.load`: an adapter, and what ``from_pretrained`` takes.
 
         Raises:
-            UserError: nothing there, a plain trunk with drafter "auto", or heads that don't belong to the trunk.
+            UserError: nothing there, an unknown drafter, a plain trunk with drafter "auto", or heads or a draft model
+                that don't belong to the trunk.
         """
-        if drafter not in DRAFTERS:
-            raise UserError(f"drafter={drafter!r}{nearest(drafter, DRAFTERS)}: choose from {', '.join(DRAFTERS)}")
+        split_name(drafter)
         folder = find(str(source), revision)
-        if folder is not None and ((folder / MANIFEST).is_file() or is_published(folder)):
+        if folder is not None and has_heads(folder):
             trunk = load_trunk(folder, dtype=dtype, device=device, check=check, **trunk_options)
-            return cls(trunk, None if drafter == "none" else _medusa(folder, trunk), max_rows=max_rows)
-        if drafter != "none":
+            return cls(trunk, make_drafter(drafter, trunk, folder), max_rows=max_rows, compile=compile)
+        if drafter == "auto":
             raise UserError(
                 f"{source} has no {MANIFEST}, so no heads: give a folder made by `medusa train`; a plain trunk decodes"
-                " with `medusa generate --baseline`, in Python with drafter='none'"
+                " with `medusa generate --baseline`, in Python with drafter='none', or with a drafter that needs no"
+                " heads, such as 'prompt-lookup'"
             )
         plain = Trunk.load(
             folder or source,
@@ -94,7 +105,18 @@ class Engine:
             check=check,
             **trunk_options,
         )
-        return cls(plain, max_rows=max_rows)
+        return cls(plain, make_drafter(drafter, plain, None), max_rows=max_rows, compile=compile)
+
+    def warmup(self, rows: Sequence[int] = (1,)) -> dict[StepSize, float]:
+        """Compile the steps of batches of so many ``rows`` now, each number for itself, with a progress bar.
+
+        Returns the seconds that each size took: minutes the first time. What torch's compiler made is kept on disk, for
+        the next process too. Set torch's threads before: what is compiled is compiled for their number.
+
+        Raises:
+            UserError: a number of rows below 1, a trunk that can't be compiled, or no C++ compiler.
+        """
+        return warm_up(self.trunk, self.drafter, rows)
 
     @overload
     def generate(self, prompt: str | list[int], **options: Any) -> Completion: ...
@@ -210,11 +232,3 @@ class Engine:
                     return
                 spent += time.perf_counter() - start
                 yield step, spent
-
-
-def _medusa(folder: Path, trunk: Trunk) -> MedusaDrafter:
-    if not (folder / MANIFEST).is_file():
-        heads = load_published(folder, trunk)
-        return MedusaDrafter(heads, published_tree(folder, heads.config))
-    heads = load_heads(folder, trunk)
-    return MedusaDrafter(heads, load_tree(folder, heads.config))

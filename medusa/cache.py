@@ -46,7 +46,7 @@ class _LayerView(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, cache: SlotCache) -> None:
+    def __init__(self, cache: SlotCache | StepCache) -> None:
         super().__init__()
         self.cache = cache
 
@@ -54,7 +54,7 @@ class _LayerView(CacheLayerMixin):
         raise AssertionError("slot cache layers are allocated by the cache")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise AssertionError("slot cache layers are written through SlotCache.update")
+        raise AssertionError("slot cache layers are written through their cache's update")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.longest + query_length, 0
@@ -64,6 +64,37 @@ class _LayerView(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+class StepCache(Cache):
+    """A slot cache within one traced forward, which may hold nothing but tensors.
+
+    ``planes``: each layer's keys and values [B, heads, S, size]. New states go to ``slots_BN``, and the first ``total``
+    slots are in view; in a trace that is a size of a tensor, so that it may change between calls.
+    """
+
+    def __init__(self, planes: Sequence[Sequence[Tensor]], slots_BN: Tensor, total: int) -> None:
+        super().__init__(layers=[_LayerView(self) for _ in planes])
+        self.planes, self.slots_BN, self.total = planes, slots_BN, total
+
+    @property
+    def longest(self) -> int:
+        """Committed length of the longest row."""
+        return self.total - self.slots_BN.shape[1]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new states ``[B, heads, N, size]``; return all slots in view."""
+        keys, values = self.planes[layer_idx]
+        return self._write(keys, key_states), self._write(values, value_states)
+
+    def _write(self, plane: Tensor, states: Tensor) -> Tensor:
+        if self.slots_BN.shape[0] == 1:
+            plane.index_copy_(2, self.slots_BN[0], states)
+        else:
+            plane.scatter_(2, self.slots_BN[:, None, :, None].expand_as(states), states)
+        return plane.narrow(2, 0, self.total)
 
 
 class SlotCache(Cache):
@@ -119,6 +150,17 @@ class SlotCache(Cache):
             slots = torch.tensor(self.lengths)[:, None] + torch.arange(tokens)
             self._slots = {each.device: slots.to(each.device)[:, None, :, None] for each in self._storages}
         return self._total
+
+    def planes(self, tokens: int) -> tuple[list[list[Tensor]], Tensor]:
+        """What :class:`StepCache` takes: every layer's keys and values, and the slots [B, N] of ``tokens`` new ones.
+
+        :meth:`reserve` made room for them. There is always a slot beyond those in view, so that a view is never the
+        whole plane: traces tell the two apart.
+        """
+        self._grow(len(self.lengths), self._total + 1)
+        at = self._storages[0].device
+        slots_BN = torch.tensor(self.lengths, device=at)[:, None] + torch.arange(tokens, device=at)
+        return self._planes, slots_BN
 
     def _grow(self, rows: int, slots: int) -> None:
         """Have ``rows`` rows of at least ``slots`` slots."""

@@ -36,21 +36,25 @@ def positions(shape: Shape, lengths: Sequence[int], horizon: int | None) -> Tens
 
 
 def attention_bias(
-    shape: Shape, lengths: Sequence[int], total: int, dtype: torch.dtype, window: int | None = None
+    shape: Shape, lengths: Sequence[int], total: int, dtype: torch.dtype, window: int | None = None, known: int = 0
 ) -> Tensor | None:
     """Additive mask of a tree step: ``[B|1, 1, N, total]``, 0 where a node may look, else the dtype's minimum.
 
     Row ``b`` holds its prefix in slots ``0 .. lengths[b]-1`` and the tree in the N slots after it. A node sees the
     prefix and its own ancestors, itself included; within a sliding ``window`` only keys whose *logical* position is
     less than ``window`` behind its own. None when every node sees every slot. (Additive, because eager attention
-    adds whatever mask it gets.)
+    adds whatever mask it gets.) The first ``known`` nodes, read before, have no row in it.
     """
     size = shape.depths.shape[-1]
     if window is not None and max(lengths) + shape.levels <= window:
         window = None  # the window reaches back to the start of every row
     if window is None and len(set(lengths)) == 1 and total == lengths[0] + size:
-        return None if size == 1 else shape.bias_behind(lengths[0], dtype)
-    return _ragged_bias(shape, lengths, total, dtype, window)
+        return None if size == 1 else _without(shape.bias_behind(lengths[0], dtype), known)
+    return _without(_ragged_bias(shape, lengths, total, dtype, window), known)
+
+
+def _without(bias: Tensor, known: int) -> Tensor:
+    return bias[:, :, known:].contiguous() if known else bias
 
 
 def _ragged_bias(shape: Shape, lengths: Sequence[int], total: int, dtype: torch.dtype, window: int | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,6 +42,16 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0
 def tiny_trunk(family: str, **options: Any) -> Trunk:
     """A trunk of :func:`tiny_model`, which has the options."""
     return Trunk(tiny_model(family, **options))
+
+
+@torch.no_grad()
+def noisy_copy(trunk: Trunk, noise: float = 0.02, *, seed: int = 0) -> Trunk:
+    """A trunk whose weights are those of ``trunk`` and some noise: a draft model that is often right."""
+    model = copy.deepcopy(trunk.model)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter += torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter) * noise
+    return Trunk(model, trunk.tokenizer)
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
-from medusa.cache import LayerShape, PlaneShape, SlotCache
+from medusa.cache import LayerShape, PlaneShape, SlotCache, StepCache
+from medusa.compiled import CompiledSteps
 from medusa.errors import UserError
 from medusa.family import context, refuse_by_config, text_config, turning_point, windows
 from medusa.fingerprint import fingerprint
@@ -68,6 +69,7 @@ class Trunk:
         self.context = context(self.config)
         self._turning_point, self._turns_on = turning_point(self.config)
         self._body: Any = None
+        self.compiled: CompiledSteps | None = None  # set by who wants tree steps compiled
         self.layers = self._find_layers()
         if projects_directly(self):
             self._body = model.base_model
@@ -183,14 +185,32 @@ class Trunk:
         keep: int | Tensor = 0,
         layers: Sequence[int] = (),
     ) -> TrunkOutput:
-        """One forward of the unmodified model.
+        """One forward of the unmodified model, without gradients.
 
         ``keep``: 0 for the logits of all positions, n for the last n, or the indices along T. ``layers``: whose
         output states to return as well (0 is the embedding).
 
         Where the model's logits were found to be, to the bit, the projection of its body's last state, the body is
-        called and projected here; elsewhere the whole model is called, and asked for its hidden states.
+        called and projected here; elsewhere the whole model is called, and asked for its hidden states. A step over a
+        tree of a size that is compiled runs compiled.
         """
+        whole = isinstance(keep, int) and keep == 0 and not layers
+        if self.compiled is not None and cache is not None and positions_BT is not None and whole:
+            size = self.compiled.size_for(*ids_BT.shape)
+            if size is not None:
+                return TrunkOutput(*self.compiled(size, ids_BT, cache, mask, positions_BT))
+        return self.forward_with_gradients(ids_BT, cache, mask, positions_BT, keep, layers)
+
+    def forward_with_gradients(
+        self,
+        ids_BT: Tensor,
+        cache: SlotCache | StepCache | None = None,
+        mask: Tensor | dict[str, Tensor | None] | None = None,
+        positions_BT: Tensor | None = None,
+        keep: int | Tensor = 0,
+        layers: Sequence[int] = (),
+    ) -> TrunkOutput:
+        """:meth:`forward` for training an adapter on the model, which alone can get gradients: the model is frozen."""
         arguments = self.arguments(ids_BT, cache, mask, positions_BT)
         if self._body is not None and not layers:
             hidden = self._body(**arguments).last_hidden_state
@@ -225,18 +245,25 @@ class Trunk:
         """
         return prefill(self, ids_BT, lengths, cache)
 
-    def tree_forward(self, tree: DraftTree, cache: SlotCache, keep: int | Tensor = 0) -> TrunkOutput:
+    def tree_forward(self, tree: DraftTree, cache: SlotCache, keep: int | Tensor = 0, known: int = 0) -> TrunkOutput:
         """Score every node of every row's tree in one forward: logits [B, N, V], hidden [B, N, D].
 
-        ``keep`` is that of :meth:`forward`.
+        ``keep`` is that of :meth:`forward`. The first ``known`` nodes lie behind the rows already, as an earlier call
+        left them: they are looked at and not read again, and the output is of the others. No row's length changes.
         """
-        shape, lengths, total = tree.shape, cache.lengths, cache.reserve(tree.size)
-        horizon = self.horizon(cache.longest)  # rows that live lie on one side of it; a released one has no length
+        shape, lengths = tree.shape, cache.lengths
+        cache.set_lengths([length + known for length in lengths])
+        total = cache.reserve(tree.size - known)
+        horizon = self.horizon(max(lengths))  # rows that live lie on one side of it; a released one has no length
         masks = {
-            kind: attention_bias(shape, lengths, total, self.dtype, window) for kind, window in self.windows.items()
+            kind: attention_bias(shape, lengths, total, self.dtype, window, known)
+            for kind, window in self.windows.items()
         }
         mask = masks if self._by_type else masks["full_attention"]
-        return self.forward(tree.tokens_BN, cache, mask, positions(shape, lengths, horizon), keep)
+        positions_BN = positions(shape, lengths, horizon)[:, known:]
+        output = self.forward(tree.tokens_BN[:, known:], cache, mask, positions_BN, keep)
+        cache.set_lengths(lengths)
+        return output
 
     @torch.no_grad()
     def _find_layers(self) -> list[LayerShape]:

@@ -1,4 +1,4 @@
-"""What the README shows is run: Python blocks, commands and recipes, on a tiny model where it names a trained one."""
+"""What README and guides show is run: Python blocks, commands and recipes, on a tiny model for a trained one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from medusa.heads import HeadsConfig
 from medusa.train import TrainConfig, train
 from medusa.train.config import CalibrationConfig, EvaluationConfig, HeadsTraining, NewTrunk, Training, TrunkConfig
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "training.md"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Added to a command so that it ends soon; what was given before is overridden.
 SHORTER = {
@@ -23,11 +24,12 @@ SHORTER = {
     "bench": ["--prompts", "1", "--repeats", "1", "--max-new-tokens", "8"],
     "calibrate": ["--prompts", "2", "--tokens", "8", "--rounds", "1", "--sizes", "1", "3"],
 }
-NEEDS_THE_WORLD = ("data", "trunk", "chat", "distill")  # from the web or a package index; tests/unit has them in small
+NEEDS_THE_WORLD = ("data", "trunk", "chat", "distill", "warmup")  # the web, a package index, a C++ compiler
 
 
 def blocks(language: str) -> list[str]:
-    return [text for kind, text in BLOCK.findall(README.read_text(encoding="utf-8")) if kind == language]
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    return [text for kind, text in BLOCK.findall(pages) if kind == language]
 
 
 def commands() -> list[str]:
@@ -50,7 +52,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
             heads=HeadsConfig(num=2),
             heads_training=HeadsTraining(steps=4, batch=2),
             evaluation=EvaluationConfig(rows=2, prompts=2, prompt_tokens=8, tokens=8, nodes=4),
-            calibration=CalibrationConfig(sizes=(3,), rounds=1),
+            calibration=CalibrationConfig(sizes=(1, 3), rounds=1),
         ),
         report=lambda line: None,
     )
@@ -72,7 +74,7 @@ def test_there_is_something_to_run() -> None:
 def test_python_blocks_run(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     for text in blocks("python"):
-        exec(compile(text, str(README), "exec"), names)
+        exec(compile(text, "<docs>", "exec"), names)
     assert "length" in capsys.readouterr().out  # the first one prints why decoding ended
 
 
@@ -93,7 +95,8 @@ def test_recipes_are_read(inside: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert "heads" in capsys.readouterr().out
 
 
-def test_pictures_and_links_are_there() -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", README.read_text(encoding="utf-8"))
-    missing = [target for target in targets if "://" not in target and not (README.parent / target).exists()]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pictures_and_links_are_there(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
     assert not missing

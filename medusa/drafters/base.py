@@ -34,7 +34,7 @@ class DraftSession(Protocol):
 
         ``chance`` says how each row is sampled and gives the random choices of this step; None, or a row at
         temperature 0, is drafted without any. Whether a node exists, and is valid, may depend on laws but not on which
-        token was drawn.
+        token was drawn. Slots that serve no row have a place in the batch still; ``chance`` tells them (:func:`free`).
         """
         ...
 
@@ -57,6 +57,17 @@ def place(rows: Tensor, slots: Sequence[int], new: Tensor) -> Tensor:
     placed = torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])])
     placed[list(slots)] = new
     return placed
+
+
+def place_each(rows: list[Any], slots: Sequence[int], new: Sequence[Any]) -> None:
+    """The same for a list of what a session knows of each row, which is changed."""
+    for slot, row in zip(slots, new, strict=True):
+        rows[slot : slot + 1] = [row]
+
+
+def free(chance: Chance | None, row: int) -> bool:
+    """Whether this slot of the batch serves no row: its text has length 0, so its root stands at position 0."""
+    return chance is not None and chance.after[row] == 1
 
 
 class Drafter(Protocol):

@@ -95,7 +95,13 @@ def test_a_run_that_was_not_made_and_a_trunk_without_heads(
     assert err.startswith("medusa: error: no folder runs/x here (make it with `medusa train`)")
     code, _, err = medusa("generate", checkpoint / "trunk", "--prompt", "O")
     assert (code, err.count("\n")) == (2, 1) and "--baseline" in err
-    assert medusa("generate", checkpoint / "trunk", "--prompt", "O", "--max-new-tokens=2", "--baseline")[0] == 0
+    argv = ("generate", checkpoint / "trunk", "--prompt", "O", "--max-new-tokens=9")
+    code, text, _ = medusa(*argv, "--baseline")
+    assert code == 0
+    for drafter in ("none", "prompt-lookup", "lookahead", "cut:1"):
+        assert medusa(*argv, "--drafter", drafter)[:2] == (0, text)
+    code, _, err = medusa(*argv, "--baseline", "--drafter", "lookahead")
+    assert (code, err.count("\n")) == (2, 1) and "--baseline and --drafter lookahead" in err
 
 
 @pytest.mark.parametrize("more", [["--stream"], ["--baseline"], ["--stream", "--baseline"], ["--threads", "1"]])
@@ -300,7 +306,10 @@ def test_bench_takes_dtype_and_device(checkpoint: Path, medusa: Run, monkeypatch
     monkeypatch.setattr("medusa.infer.bench.run_bench", lambda *args, **options: asked.append(options) or 0)
     assert medusa("bench", checkpoint, "--dtype", "float64", "--device", "cpu")[0] == 0
     assert medusa("bench", checkpoint)[0] == 0
-    assert asked == [{"dtype": "float64", "device": "cpu"}, {"dtype": "auto", "device": "auto"}]
+    assert asked == [
+        {"dtype": "float64", "device": "cpu", "compile": False},
+        {"dtype": "auto", "device": "auto", "compile": False},
+    ]
 
 
 def test_threads_are_those_of_the_calibration_on_such_a_machine(

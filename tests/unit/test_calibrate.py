@@ -30,6 +30,7 @@ from medusa.calibrate import (
     tokens_per_step,
 )
 from medusa.checkpoint import CALIBRATION, TREE, load_tree
+from medusa.confidence import temperatures
 from medusa.costs import step_costs
 from medusa.decoding import Decoder, Request, decode
 from medusa.drafters.medusa import MedusaDrafter
@@ -605,6 +606,9 @@ def test_a_calibration_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert content["accuracy"].keys() == {"top1", "top5"} and content["machine"]["threads"] >= 1
     judged_on = head_ranks(heads_of("hydra"), held_of().halves()[1])
     assert content["node_share"] == node_shares(found.topology, judged_on)
+    grown_on = held_of().halves()[0]
+    trusted = temperatures(heads_of("hydra"), grown_on.ids, grown_on.starts, grown_on.hidden)
+    assert content["temperatures"] == trusted and len(trusted) == NUM
 
 
 @pytest.mark.parametrize("kind", KINDS)

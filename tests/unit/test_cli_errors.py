@@ -16,7 +16,7 @@ RECIPE = "run: runs/x\ndata:\n  source: text.txt\n  tokenizer: char\ntrunk:\n  n
 
 # What is typed after `medusa train`, and what the line must say.
 WRONG = [
-    ([], "name a recipe, tinyshakespeare"),
+    ([], "name a recipe, "),
     (["tinyshakespear"], "no recipe named 'tinyshakespear' (did you mean tinyshakespeare?)"),
     (["recipes.yaml"], "no recipe recipes.yaml (did you mean recipe.yaml?)"),
     (["nowhere/recipe.yaml"], "no recipe nowhere/recipe.yaml"),

@@ -25,6 +25,8 @@ from medusa.testing import ScriptedDrafter, memorising_heads, plain_greedy, rand
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk, TrunkOutput
 
+from .drafting import UNTRAINED, untrained
+
 PROMPTS = [[3], [0, 17, 0, 5], [64, 1, 2, 3, 0, 0, 9, 40], [5, 5, 0, 8, 21, 33], [11, 0, 52, 4, 4, 19, 27, 35, 0, 61]]
 DEPTH = 6
 
@@ -93,10 +95,16 @@ def drafters(rows: Sequence[int], skip: int = 0) -> dict[str, Drafter]:
         "heads": heads_drafter(),
         "adversary": ScriptedDrafter(scripts, honesty=0.6, size=12),
         "chain": ChainOracle(scripts),
+        **untrained_drafters(),
     }
 
 
-NAMES = ("none", "heads", "adversary", "chain")
+@cache
+def untrained_drafters() -> dict[str, Drafter]:
+    return {name: untrained(trunk_of(), name) for name in UNTRAINED}
+
+
+NAMES = ("none", "heads", "adversary", "chain", *UNTRAINED)
 
 
 def collect(steps: list[Step], rows: int) -> tuple[list[list[int]], dict[int, str]]:
@@ -238,6 +246,7 @@ def test_the_context_ends_the_row(family: str, left: int) -> None:
         ScriptedDrafter([[*truth, 1, 2, 3, 4, 5, 6, 7]], honesty=1.0, size=16),  # drafts beyond the end
         MedusaDrafter(heads, Topology.full([2, 2, 1, 1, 1, 1])),
         MedusaDrafter(heads, Topology.chain(6)),
+        *(untrained(trunk, name) for name in UNTRAINED),
     ):
         ids, finished = collect(list(decode(trunk, drafter, [Request(prompt, 50)])), 1)
         assert ids == [truth] and finished == {0: "length"}
@@ -254,6 +263,7 @@ def test_rows_near_the_contexts_end_and_far_from_it(family: str) -> None:
         NullDrafter(),
         MedusaDrafter(heads, Topology.chain(6)),
         ScriptedDrafter(truths, honesty=0.8, size=16),
+        *(untrained(trunk, name) for name in UNTRAINED),
     ):
         assert generate_ids(trunk, drafter, [Request(prompt, 50) for prompt in prompts]) == truths
 
@@ -296,11 +306,9 @@ def test_rows_that_finish_close_up(name: str) -> None:
 
 
 def test_interleaved_decoders_of_one_trunk() -> None:
-    rows = [[0], [1, 2], [4, 3, 0]]
-    made = [
-        Decoder(trunk_of(), drafters(group)[name])
-        for group, name in zip(rows, ("none", "heads", "adversary"), strict=True)
-    ]
+    names = ("none", "heads", "adversary", *UNTRAINED)
+    rows = [[[0], [1, 2], [4, 3, 0]][place % 3] for place in range(len(names))]
+    made = [Decoder(trunk_of(), drafters(group)[name]) for group, name in zip(rows, names, strict=True)]
     steps = [
         [decoder.admit([Request(PROMPTS[row], 20) for row in group])] for decoder, group in zip(made, rows, strict=True)
     ]
@@ -312,8 +320,9 @@ def test_interleaved_decoders_of_one_trunk() -> None:
         assert collect(done, len(group))[0] == [text_of(row)[:20] for row in group]
 
 
-def test_two_generations_of_one_drafter() -> None:
-    drafter = heads_drafter()
+@pytest.mark.parametrize("name", ["heads", *UNTRAINED])
+def test_two_generations_of_one_drafter(name: str) -> None:
+    drafter = drafters([0])[name]
     one = decode(trunk_of(), drafter, [Request(PROMPTS[0], 20)])
     other = decode(trunk_of(), drafter, [Request(PROMPTS[1], 20), Request(PROMPTS[2], 20)])
     steps: list[list[Step]] = [[], []]
@@ -368,7 +377,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["none", "heads", "adversary", "oracle"])
+@pytest.mark.parametrize("name", ["none", "heads", "adversary", "oracle", *UNTRAINED])
 def test_one_seed_one_text_whatever_the_drafter_and_the_company(name: str) -> None:
     rule = DeterministicRule()
     expected = [solo(row, params) for row, params in enumerate(PARAMS)]
@@ -426,12 +435,12 @@ def test_other_seeds_give_other_texts_and_temperature_0_none() -> None:
     assert solo(0, SamplingParams(seed=5)) == solo(0, SamplingParams(seed=6)) == text_of(0)[:16]
 
 
-@pytest.mark.parametrize("name", ["none", "heads"])
+@pytest.mark.parametrize("name", ["none", "heads", *UNTRAINED])
 def test_first_tokens_have_the_trunks_law(name: str) -> None:
     # over many seeds; the second token too, which for the heads comes out of a tree
     params = [SamplingParams(temperature=1.5, seed=seed) for seed in range(1500)]
     requests = [Request(PROMPTS[1], 2, sampling=param) for param in params]
-    drafter: Drafter = NullDrafter() if name == "none" else heads_drafter()
+    drafter = drafters([1])[name]
     ids = generate_ids(trunk_of(), drafter, requests)
     firsts = Counter(first for first, _ in ids)
     assert len(firsts) > 8  # the root is not the argmax

@@ -333,6 +333,26 @@ def test_loads_a_trunk_alone_when_asked(folder: Path, engine: Engine) -> None:
         assert (out.token_ids, out.steps) == (expected, 9)
 
 
+@pytest.mark.parametrize("name", ["prompt-lookup", "lookahead", "cut:1", "draft:"])
+def test_loads_drafters_that_need_no_heads(folder: Path, engine: Engine, name: str) -> None:
+    name = f"draft:{folder / 'trunk'}" if name == "draft:" else name
+    prompts = ["ROMEO:", "O", "What say you, my lord? I will not say you, my"]
+    expected = engine.generate(prompts, max_new_tokens=20)
+    for source in (folder, folder / "trunk"):
+        other = Engine.load(source, drafter=name, check=False)
+        found = other.generate(prompts, max_new_tokens=20)
+        assert [row.token_ids for row in found] == [row.token_ids for row in expected]
+        assert sum(row.steps for row in found) < 3 * 19  # one token per step would be plain decoding
+        drawn, plain = (
+            each.generate("ROMEO:", max_new_tokens=20, temperature=1.0, seed=4, baseline=each is engine)
+            for each in (other, engine)
+        )
+        if name in ("prompt-lookup", "lookahead"):  # guesses that are not drawn: the very tokens of plain decoding
+            assert drawn.token_ids == plain.token_ids
+        else:  # a draft model takes what is said of drafts
+            assert other.generate("ROMEO:", max_new_tokens=9, temperature=1.0, drafting="mixed", draft_temperature=1.3)
+
+
 def test_what_the_trunk_takes_is_handed_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     load = Trunk.load
@@ -391,7 +411,11 @@ def test_loads_in_another_dtype(folder: Path) -> None:
             r"no medusa\.json, so no heads: .* `medusa generate --baseline`, in Python .* drafter='none'",
         ),
         ("tinny", {}, r"no folder .*tinny here \(did you mean tiny\?\)"),
-        ("tiny", {"drafter": "non"}, r"drafter='non' \(did you mean none\?\)"),
+        ("tiny", {"drafter": "non"}, r"drafter='non' \(did you mean none\?\): choose from auto, none, draft:FOLDER,"),
+        ("tiny/trunk", {"drafter": "lookahed"}, r"drafter='lookahed' \(did you mean lookahead\?\)"),
+        ("tiny/trunk", {"drafter": "cut"}, r"drafter='cut': give it as cut:LAYERS"),
+        ("tiny/trunk", {"drafter": "cut:9"}, r"a cut of 9 layers: the trunk has 2, give 1 to 1"),
+        ("tiny/trunk", {"drafter": "draft:./nowhere"}, r"no trunk at ./nowhere"),
         ("tiny", {"dtype": "float7"}, "dtype='float7'"),
         ("tiny", {"device": "nowhere"}, "device='nowhere'"),
     ],

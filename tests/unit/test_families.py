@@ -28,12 +28,14 @@ from medusa.testing import VOCAB, ScriptedDrafter, memorising_heads, plain_greed
 from medusa.tree import Topology
 from medusa.trunk import Trunk
 
+from .drafting import UNTRAINED, untrained
+
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "trunks.md"
 TOKENS = 16
 SEEDS = {"smollm3": 0, "gemma4": 0}  # of the others 2: their texts are lively
 # Ragged; inside the window of 8 tokens, across its edge and beyond it.
 PROMPTS = [[3], [0, 17, 0, 5, 33, 60], [11, 0, 52, 4, 4, 19, 27, 35, 0, 61, 50]]
-DRAFTERS = ("honest", "lying", "random heads", "memorising heads")
+DRAFTERS = ("honest", "lying", "random heads", "memorising heads", *UNTRAINED)
 WINDOWED = [name for name, (_, _, config) in FAMILIES.items() if "sliding_window" in config]
 
 
@@ -51,6 +53,8 @@ def drafter_of(family: str, name: str, rows: list[int]) -> Drafter:
     trunk, texts = trunk_of(family), texts_of(family)
     if name in ("honest", "lying"):
         return ScriptedDrafter([texts[row] for row in rows], honesty=0.9 if name == "honest" else 0.3, size=8)
+    if name in UNTRAINED:
+        return untrained(trunk, name)
     config = HeadsConfig("hydra", num=3)
     if name == "random heads":
         return MedusaDrafter(random_heads(trunk, config), Topology.full([3, 2]))

@@ -41,6 +41,8 @@ from medusa.testing import ScriptedDrafter, memorising_heads, random_heads, reco
 from medusa.tree import Topology
 from medusa.trunk import Trunk
 
+from .drafting import UNTRAINED, untrained
+
 RULES: dict[str, AcceptRule | None] = {
     "default": None,
     "deterministic": DeterministicRule(),
@@ -152,6 +154,32 @@ def test_heads_are_lossless(kind: str, mode: str, name: str) -> None:
     assert judge(decoder_run(trunk, drafter, PROMPT, 3, DeterministicRule(), params), short) is None
 
 
+def guesser(trunk: Trunk, name: str, mode: str = "sampled") -> Drafter:
+    """A drafter of shallow trees, so that the leaves can be counted."""
+    tree = Topology.full([2, 1])
+    if name in UNTRAINED:
+        return untrained(trunk, name, mode, tree)
+    return MedusaDrafter(random_heads(trunk, HeadsConfig(name, num=2), scale=0.2), tree, Drafting(mode))
+
+
+@pytest.mark.parametrize("law", PARAMS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_untrained_drafters_are_lossless(name: str, mode: str, law: str) -> None:
+    # two steps behind the prefill: the second is drafted after any acceptance of the first
+    trunk, params = trunk_of(3), PARAMS[law]
+    drafter, truth = untrained(trunk, name, mode, Topology.full([2])), truth_of(trunk, params, 4)
+    assert judge(decoder_run(trunk, drafter, PROMPT, 4, None, params), truth) is None
+
+
+@pytest.mark.parametrize("rule", [None, RecursiveRule()], ids=["default", "recursive"])
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_deeper_trees_of_rows_that_join_are_lossless(name: str, rule: AcceptRule | None) -> None:
+    trunk, params = trunk_of(3), PARAMS["plain"]
+    run = decoder_run(trunk, guesser(trunk, name, "sampled"), PROMPT, 3, rule, params, most=40)
+    assert judge(run, truth_of(trunk, params, 3)) is None
+
+
 PROCESSING = Processing(
     repetition_penalty=1.5, frequency_penalty=0.3, no_repeat_ngram_size=2, begin_suppress_tokens=(0,), min_new_tokens=2
 )
@@ -186,10 +214,9 @@ def processed_truth(trunk: Trunk, along: bool, eos: int, tokens: int) -> dict[tu
 
 @pytest.mark.parametrize("along", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *UNTRAINED])
 def test_processors_inside_the_tree_are_lossless(kind: str, mode: str, along: bool) -> None:
     trunk, eos = trunk_of(4), 3
-    heads = random_heads(trunk, HeadsConfig(kind, num=2), scale=0.2)
     asked = {
         "processing": PROCESSING,
         "processor": favours_odd_lengths if along else None,
@@ -197,7 +224,7 @@ def test_processors_inside_the_tree_are_lossless(kind: str, mode: str, along: bo
     }
     truth = processed_truth(trunk, along, eos, 3)
     assert len(truth) > 3 and distance(truth, processed_truth(trunk, not along, eos, 3)) > 1e-3
-    drafter = MedusaDrafter(heads, Topology.full([2, 1]), Drafting(mode))
+    drafter = guesser(trunk, kind, mode)
     for rule in (None, RecursiveRule()) if mode == "top" else (None,):
         assert judge(decoder_run(trunk, drafter, PROMPT, 3, rule, **asked), truth) is None
 

@@ -25,6 +25,8 @@ from medusa.testing import ScriptedDrafter, memorising_heads, tiny_trunk
 from medusa.tree import Topology
 from medusa.trunk import Trunk
 
+from .drafting import UNTRAINED, untrained
+
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(65) for _ in range(size)] for size in (4, 9, 1, 12)]
 SOFT = SamplingParams(temperature=0.8, top_k=20, seed=11)
@@ -75,10 +77,18 @@ def drafters(prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -
         "oracle": ScriptedDrafter(scripts, honesty=1.0, size=8),
         "adversary": ScriptedDrafter(scripts, honesty=0.6, size=10),
         "heads": MedusaDrafter(heads, Topology.full([3, 2, 1, 1])),
+        **untrained_drafters(),
     }
 
 
-NAMES = ("none", "oracle", "adversary", "heads")
+@cache
+def untrained_drafters() -> dict[str, Drafter]:
+    return {name: untrained(trunk(), name) for name in UNTRAINED}
+
+
+NAMES = ("none", "oracle", "adversary", "heads", *UNTRAINED)
+# Whose children are drawn at random.
+DRAWN = ("heads", "draft model", "draft tree", "cut", "dynamic", "dynamic hydra", "mixed")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,7 +129,7 @@ def test_rows_with_and_without_processors_side_by_side(name: str, sampling: Samp
     drafter = drafters(PROMPTS, alone)[name]
     together = generate_ids(trunk(), drafter, requests())
     assert together == generate_ids(trunk(), drafter, requests(), most=2)
-    if name != "heads" or sampling.temperature == 0:  # deterministic children: plain decoding's own tokens
+    if name not in DRAWN or sampling.temperature == 0:  # deterministic children: plain decoding's own tokens
         assert together == alone
     solo = [generate_ids(trunk(), drafter, [request])[0] for request in requests()]
     assert together == solo

@@ -25,6 +25,8 @@ from medusa.testing import (
 from medusa.tree import Topology
 from medusa.trunk import Trunk
 
+from .drafting import UNTRAINED, untrained
+
 FAMILIES = ("gpt2", "llama", "neox")
 WINDOWED = ("mistral", "gemma3")  # tiny windows of 8 tokens: some prompts lie inside, some beyond
 KINDS = ("medusa", "root", "hydra")
@@ -84,6 +86,8 @@ def check(family: str, drafter: Drafter, rows: list[int]) -> float:
 
 
 ALL = list(range(len(PROMPTS)))
+# Tokens per step: half of the layers guess little where layers are random, and random texts repeat little.
+LEAST = {"draft model": 1.5, "draft tree": 1.5}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -109,6 +113,15 @@ def test_heads(family: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_untrained(family: str, name: str) -> None:
+    drafter = untrained(trunk_of(family), name)
+    assert check(family, drafter, ALL) > LEAST.get(name, 1.0)
+    for row in ALL:
+        check(family, drafter, [row])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("honesty", [0.5, 1.0], ids=["adversary", "oracle"])
 def test_scripted(family: str, honesty: float) -> None:
     assert check(family, scripted(family, ALL, honesty), ALL) > 1.5
@@ -120,6 +133,8 @@ def test_past_a_sliding_window(family: str) -> None:
     assert check(family, NullDrafter(), ALL) == 1.0
     assert check(family, heads_drafter(family, "hydra", 16, learnt=True), ALL) > 1.3
     assert check(family, scripted(family, ALL, 0.7, size=16), ALL) > 1.5
+    for name in UNTRAINED:
+        check(family, untrained(trunk_of(family), name), ALL)
 
 
 def test_changing_the_tree_does_not_change_the_text() -> None:
@@ -131,6 +146,8 @@ def test_rows_in_another_order_and_company() -> None:
     for rows in ([4, 0], [0, 4, 2], [2, 2, 2], [3, 1, 0, 4]):
         check("llama", heads_drafter("llama", "hydra", 16, learnt=True), rows)
         check("llama", scripted("llama", rows, 0.8), rows)
+        for name in UNTRAINED:
+            check("llama", untrained(trunk_of("llama"), name), rows)
 
 
 @pytest.mark.slow
@@ -165,6 +182,8 @@ def test_other_families(family: str) -> None:
     check(family, NullDrafter(), ALL)
     check(family, heads_drafter(family, "hydra", 16, learnt=True), ALL)
     check(family, scripted(family, ALL, 0.7, size=16), ALL)
+    for name in UNTRAINED:
+        check(family, untrained(trunk_of(family), name), ALL)
 
 
 # Five hundred prompts, every drafter, batches of 1 to 32 with rows joining as others end.
@@ -194,12 +213,14 @@ def crowd_drafter(family: str, name: str) -> Drafter:
         return NullDrafter()
     if name in ("oracle", "adversary"):
         return ScriptedDrafter(plain_texts(family), honesty=1.0 if name == "oracle" else 0.6, size=9, seed=1)
+    if name in UNTRAINED:
+        return untrained(trunk_of(family), name)
     return heads_drafter(family, name, 16, learnt=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("name", ["none", "oracle", "adversary", *KINDS])
+@pytest.mark.parametrize("name", ["none", "oracle", "adversary", *KINDS, *UNTRAINED])
 def test_five_hundred_prompts(family: str, name: str) -> None:
     trunk, drafter, truth = trunk_of(family), crowd_drafter(family, name), plain_texts(family)
     requests = [Request(prompt, limit) for prompt, limit in zip(MANY, LIMITS, strict=True)]

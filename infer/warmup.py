@@ -1,0 +1,98 @@
+"""Compiling ahead: an engine's tree steps, before the first text needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from medusa.compiled import CompiledSteps, StepSize
+from medusa.drafters.base import Drafter
+from medusa.drafters.none import NullDrafter
+from medusa.errors import UserError
+from medusa.machine import seconds
+from medusa.progress import progress
+from medusa.tree import DraftTree, Shape, Topology
+from medusa.trunk import Trunk
+
+NODES = (1, 2, 4, 8, 16)  # for drafters whose trees differ from step to step: each runs in the next size
+
+
+def use_compiled(trunk: Trunk, drafter: Drafter, rows: Sequence[int] = (1,)) -> CompiledSteps:
+    """Have the trunk run the trees of ``drafter`` compiled, in batches of so many ``rows``; each as it is first met.
+
+    Raises:
+        UserError: a number of rows below 1, or a trunk that can't be compiled.
+    """
+    sizes = step_sizes(drafter, rows)
+    if trunk.compiled is None:
+        trunk.compiled = CompiledSteps(trunk, sizes)
+    else:
+        trunk.compiled.add(sizes)
+    return trunk.compiled
+
+
+def step_sizes(drafter: Drafter, rows: Sequence[int]) -> list[StepSize]:
+    """What is worth compiling for ``drafter``: its tree and the root alone, which ends a text.
+
+    Raises:
+        UserError: a number of rows below 1.
+    """
+    for count in rows:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise UserError(f"rows={count!r}: give whole numbers from 1")
+    topology = Topology.root() if isinstance(drafter, NullDrafter) else getattr(drafter, "topology", None)
+    nodes = NODES if topology is None else (1, topology.size)
+    return [StepSize(count, each) for count in sorted(set(rows)) for each in sorted(set(nodes))]
+
+
+def warm_up(trunk: Trunk, drafter: Drafter, rows: Sequence[int] = (1,)) -> dict[StepSize, float]:
+    """Compile the steps of ``drafter`` now, with a progress bar; return the seconds that each took.
+
+    What is compiled already, in this process, is left out; what another process compiled comes from the disk.
+
+    Raises:
+        UserError: as :func:`use_compiled`, or a compiler that is not there.
+    """
+    steps = use_compiled(trunk, drafter, rows)
+    left = [size for size in step_sizes(drafter, rows) if size not in steps.compiled]
+    taken = {}
+    with progress(len(left), "compiling") as advance:
+        for size in left:
+            advance(0, rows=size.rows, nodes=size.nodes)
+            taken[size] = seconds(lambda s=size: compile_step(trunk, s))  # type: ignore[misc]
+            advance()
+    return taken
+
+
+@torch.inference_mode()
+def compile_step(trunk: Trunk, size: StepSize) -> None:
+    """Take one step of this size, as decoding will."""
+    cache = trunk.new_cache(size.rows)
+    ids_B1 = torch.zeros(size.rows, 1, dtype=torch.long, device=trunk.device)
+    trunk.prefill(ids_B1, [1] * size.rows, cache)
+    tokens_BN = ids_B1.expand(-1, size.nodes)
+    shape = Shape.static(Topology.chain(size.nodes - 1), trunk.device)
+    trunk.tree_forward(DraftTree(shape, tokens_BN, torch.ones_like(tokens_BN, dtype=torch.bool)), cache)
+
+
+def run(command: str, argv: list[str]) -> int:
+    """``medusa warmup``: compile a run's steps, so that later commands with ``--compile`` find them on the disk."""
+    from medusa.cli import new_parser, parse
+
+    from .cli import add_engine, load_engine
+
+    parser = new_parser(
+        command,
+        "Compile the steps of a run's tree for this machine, for `--compile` of the other commands. What is compiled"
+        " holds for the dtype and the number of threads it is compiled with.",
+    )
+    parser.add_argument("run", type=str, help="a folder made by `medusa train`, or the hub id of one")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1], help="rows of a batch, each number for itself")
+    add_engine(parser)
+    args = parse(parser, argv)
+    engine = load_engine(args)
+    print("rows  nodes  seconds")
+    for size, taken in engine.warmup(args.rows).items():
+        print(f"{size.rows:4}  {size.nodes:5}  {taken:7.1f}")
+    return 0

@@ -1,0 +1,178 @@
+"""Drafting with heads over a tree of its own in every row and step: the likeliest of a number of nodes.
+
+Where the heads are sure of themselves the tree is deep, elsewhere it is wide. Its shape is decided from the heads' laws
+alone, before any token is drawn: which is what keeps sampling exact.
+
+Dimensions: B batch, C tokens on the way, K heads, N nodes, n nodes below the root, R ranks, V vocabulary, W parents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from medusa.drafters.best_first import Best, Expand, best_first
+from medusa.drafters.children import Brood, Drafting, Picked, pick
+from medusa.drafters.heads import HeadsDrafter, HeadsSession
+from medusa.drafters.medusa import MedusaDrafter
+from medusa.errors import UserError
+from medusa.heads import MedusaHeads
+from medusa.sampling import Chance
+from medusa.tree import DraftTree, Shape, Topology
+from medusa.trunk import Trunk
+
+RANKS = 16  # the most children of a node: they are drawn one after the other
+
+
+class DynamicDrafter(HeadsDrafter):
+    """Heads, and how large the trees are that they fill.
+
+    Args:
+        heads: of any kind. Those of Hydra read drafted tokens, so that their shapes would depend on what was drawn:
+            they always take the likeliest tokens, unless ``sampling`` says otherwise.
+        nodes: of each tree, the root included.
+        drafting: how children are chosen in rows that sample: all drawn, or none. Left out, they are drawn if they can.
+        temperatures: of each head's probabilities (:func:`medusa.confidence.temperatures`); left out, they are taken
+            as they are. They decide on shapes, not on what is drawn.
+        sampling: a tree to draw the children of instead, in batches with a row that samples.
+
+    Raises:
+        UserError: fewer than 2 nodes or than ``sampling`` has, a way of choosing that does not go with the heads, or
+            other temperatures than one above 0 per head.
+    """
+
+    name = "dynamic"
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        nodes: int,
+        drafting: Drafting | None = None,
+        temperatures: Sequence[float] | None = None,
+        sampling: Topology | None = None,
+    ) -> None:
+        kind = heads.config.kind
+        drafting = drafting or Drafting("top" if kind == "hydra" else "sampled")
+        if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 2:
+            raise UserError(f"a dynamic tree of {nodes!r} nodes: give a whole number from 2, the root included")
+        if drafting.mode == "mixed" or (kind == "hydra" and drafting.mode != "top"):
+            ways = "top" if kind == "hydra" else "sampled or top"
+            raise UserError(f"drafting.mode={drafting.mode!r}: a dynamic tree of {kind} heads takes {ways}")
+        if temperatures is not None and (len(temperatures) != heads.config.num or not all(t > 0 for t in temperatures)):
+            raise UserError(f"temperatures={list(temperatures)}: give one above 0 for each of {heads.config.num} heads")
+        if sampling is not None and sampling.size > nodes:
+            raise UserError(f"a tree of {sampling.size} nodes to sample from, and {nodes} in all: take a smaller one")
+        super().__init__(heads, drafting)
+        self.sampling = None if sampling is None else MedusaDrafter(heads, sampling)
+        self.nodes = nodes
+        self.temperatures = tuple(temperatures or [1.0] * heads.config.num)
+
+    def open(self, trunk: Trunk) -> DynamicSession:
+        """A session of one batch. UserError for another trunk than the heads are bound to."""
+        self.check(trunk)
+        return DynamicSession(self)
+
+
+class DynamicSession(HeadsSession):
+    """Grows each row's tree from the state of its last accepted token."""
+
+    def __init__(self, drafter: DynamicDrafter) -> None:
+        super().__init__(drafter)
+        self.most = drafter.nodes - 1
+        self.depth = self.heads.config.num
+        self.ranks = min(self.most, self.heads.choices, RANKS)
+        self.temperatures = drafter.temperatures
+        self._sampling = None if drafter.sampling is None else drafter.sampling.open(self.heads.trunk)
+        self._root = Shape.static(Topology.root(), self.heads.trunk.device)
+        spine = [(0,) * head + (rank,) for head in range(self.depth) for rank in range(self.ranks)]
+        self._spine = Topology.from_paths(spine)  # as many children of each head as there are ranks, in order
+
+    def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
+        """The likeliest tree; nodes deeper than ``room`` become fillers, or other rows' room would change the rest."""
+        return self.grow(root_B, room, chance)
+
+    def takes_given(self, chance: Chance | None) -> bool:
+        """Whether the tree for rows that sample is taken."""
+        return self._sampling is not None and chance is not None and not chance.greedy
+
+    def grow(self, root_B: Tensor, room: int, chance: Chance | None, most_B1: Tensor | None = None) -> DraftTree:
+        """The same of no more than ``most_B1`` nodes below the root; its nodes come in the order of their scores.
+
+        A tree that is given for rows that sample is taken whole.
+        """
+        if self._sampling is not None and self.takes_given(chance):
+            self._sampling.hidden_BD = self.hidden_BD
+            return self._sampling.propose(root_B, room, chance)
+        root_B1, yes_B1 = root_B[:, None], torch.ones_like(root_B[:, None], dtype=torch.bool)
+        if not room:
+            return DraftTree(self._root, root_B1, yes_B1)
+        drawn = None
+        if self.at_once:
+            logits_BKV = self.logits_at_once(root_B1, self.depth)
+            expand = self._known(logits_BKV)
+            if chance is not None and self.drafting.draws(chance):
+                brood = Brood(self._spine, sorted(set(self._spine.parents[1:])), root_B.device)
+                drawn = _Drawn(pick(logits_BKV, brood, chance, self.drafting), self.heads)
+        else:
+            expand = self._behind(root_B1)
+        best = best_first(expand, len(root_B), self.depth, self.most, root_B.device)
+        if room < self.depth or most_B1 is not None:
+            best, valid_Bn = best.keep(most_B1, room)
+        else:
+            valid_Bn = torch.ones_like(best.tokens, dtype=torch.bool)
+        shape = Shape.of(torch.cat([root_B1.new_full(root_B1.shape, -1), best.parents], 1), min(room, self.depth) + 1)
+        if drawn is not None:
+            return drawn.tree(shape, root_B1, best, valid_Bn)
+        return DraftTree(shape, torch.cat([root_B1, best.tokens], 1), torch.cat([yes_B1, valid_Bn], 1))
+
+    def _known(self, logits_BKV: Tensor) -> Expand:
+        """The candidates of heads that read no drafted token: the same behind every way."""
+
+        def expand(head: int, way_BWC: Tensor) -> tuple[Tensor, Tensor]:
+            log_BR, tokens_BR = self._likeliest(head, logits_BKV[:, head])
+            return tuple(each[:, None].expand(-1, way_BWC.shape[1], -1) for each in (log_BR, tokens_BR))  # type: ignore[return-value]
+
+        return expand
+
+    def _behind(self, root_B1: Tensor) -> Expand:
+        """The candidates of Hydra's heads, which read the tokens on the way."""
+
+        def expand(head: int, way_BWC: Tensor) -> tuple[Tensor, Tensor]:
+            ids_BWC = torch.cat([root_B1[:, None].expand(-1, way_BWC.shape[1], -1), way_BWC], -1)
+            return self._likeliest(head, self.logits_behind(head, self.embed(ids_BWC)))
+
+        return expand
+
+    def _likeliest(self, head: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids [.., R] of one head's likeliest tokens."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperatures[head]
+        log, columns = wide.log_softmax(-1).topk(self.ranks)
+        return log, self.heads.tokens(columns)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Tokens drawn from each head's law without replacement: those of rank r are the r-th child's, behind any way."""
+
+    picked: Picked
+    heads: MedusaHeads
+
+    def tree(self, shape: Shape, root_B1: Tensor, best: Best, valid_Bn: Tensor) -> DraftTree:
+        """The tree of this shape with the tokens drawn."""
+        picked, no_B1 = self.picked, torch.zeros_like(root_B1, dtype=torch.bool)
+        heads = picked.q_BWV.shape[1]
+        ranks = picked.tokens_Bn.shape[1] // heads
+        child_Bn = (best.depths - 1) * ranks + best.ranks
+        tokens_Bn = self.heads.tokens(picked.tokens_Bn.gather(1, child_Bn))
+        valid_Bn = valid_Bn & picked.valid_Bn.gather(1, child_Bn)
+        sampled_Bn = valid_Bn & picked.sampled_Bn.gather(1, child_Bn)
+        q_BKV = picked.q_BWV.new_zeros(*picked.q_BWV.shape[:2], self.heads.trunk.vocab_size)
+        ids = self.heads.tokens(torch.arange(picked.q_BWV.shape[2], device=root_B1.device))
+        q_BKV[:, :, ids] = picked.q_BWV  # tokens that are never drawn keep 0
+        rows_B1 = torch.arange(len(root_B1), device=root_B1.device)[:, None]
+        q_BNV = q_BKV[rows_B1, shape.depths.clamp(max=heads - 1)]  # the deepest have no children
+        tokens_BN, valid_BN = torch.cat([root_B1, tokens_Bn], 1), torch.cat([~no_B1, valid_Bn], 1)
+        return DraftTree(shape, tokens_BN, valid_BN, torch.cat([no_B1, sampled_Bn], 1), q_BNV)

@@ -1,0 +1,148 @@
+"""Heads and prompt lookup in one tree: what followed before in the text, and the heads' likeliest tokens beside it.
+
+Branches that begin alike share their nodes, so that no two siblings hold one token. A token that was looked up is a
+deterministic child; where a head's children were drawn it comes behind them, and is left out if one of them holds it.
+
+Dimensions: B batch, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from medusa.accept import Acceptance
+from medusa.drafters.branches import Branches, as_tree
+from medusa.drafters.dynamic import DynamicDrafter
+from medusa.drafters.prompt_lookup import Lookup, PromptLookupDrafter
+from medusa.errors import UserError
+from medusa.sampling import Chance
+from medusa.tree import DraftTree
+from medusa.trunk import Trunk, TrunkOutput
+
+LEAST = 4  # tokens of an end of the text that says more about what follows than heads do
+
+
+class MixedDrafter:
+    """Two drafters, and one number of nodes for both: what is looked up comes first, heads fill the rest.
+
+    Args:
+        heads: how the heads draft; its nodes are those of the whole tree.
+        lookup: what is looked for; left out, one continuation of a long enough end, for half of the tree.
+
+    Raises:
+        UserError: a lookup that leaves the heads no node.
+    """
+
+    name = "mixed"
+
+    def __init__(self, heads: DynamicDrafter, lookup: Lookup | None = None) -> None:
+        lookup = lookup or Lookup(least=LEAST, branches=1, nodes=max(1, heads.nodes // 2))
+        if lookup.nodes >= heads.nodes:
+            raise UserError(
+                f"a mixed tree of {heads.nodes} nodes with {lookup.nodes} to look up: leave the root and a node for the"
+                " heads, or make the tree larger"
+            )
+        self.dynamic = heads
+        self.heads = heads.heads
+        self.lookup = PromptLookupDrafter(lookup)
+
+    def open(self, trunk: Trunk) -> MixedSession:
+        """A session of one batch. UserError for another trunk than the heads are bound to."""
+        return MixedSession(self, trunk)
+
+
+class MixedSession:
+    """The sessions of both, which learn from the same trees."""
+
+    def __init__(self, drafter: MixedDrafter, trunk: Trunk) -> None:
+        self.nodes = drafter.dynamic.nodes
+        self.drafting = drafter.dynamic.drafting
+        sampling = drafter.dynamic.sampling
+        self.given = 0 if sampling is None else sampling.topology.size
+        self.heads = drafter.dynamic.open(trunk)
+        self.lookup = drafter.lookup.open(trunk)
+
+    def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
+        """Take in the prompts."""
+        self.heads.start(prompts, hidden_BD, output)
+        self.lookup.start(prompts, hidden_BD, output)
+
+    def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
+        """Both trees of each row as one of at most so many nodes.
+
+        Where tokens are drawn, neither a row's room nor the tokens decide how many nodes each of the two gets: what is
+        looked up counts as nodes of its own there, also where the heads have drawn it.
+        """
+        given = self.heads.takes_given(chance)
+        drawn = given or (chance is not None and self.drafting.draws(chance))
+        found = self.lookup.branches(root_B, self.lookup.lookup.tokens if drawn else room, chance)
+        most = self.nodes - (self.given if given else 0)
+        most_B1 = None
+        if drawn and not given:
+            left = [self.nodes - len(row.parents) for row in found]
+            most_B1 = torch.tensor(left, device=root_B.device)[:, None]
+        tree = self.heads.grow(root_B, room, chance, most_B1)
+        parts = (tree.shape.parents.expand_as(tree.tokens_BN), tree.tokens_BN, tree.valid_BN.long())
+        rows = []
+        for looked_up, (parents, tokens, valid) in zip(found, torch.stack(parts, 1).tolist(), strict=True):
+            row = Branches(tokens[0], self.nodes)
+            size = max(node for node in range(len(valid)) if valid[node]) + 1  # fillers at the end are left out
+            for node in range(1, size if drawn else fitting(parents, tokens, size, looked_up, self.nodes)):
+                hang = row.child if valid[node] else row.unacceptable  # in the heads' own order, so numbers stay
+                hang(parents[node], tokens[node])
+            hang_behind(row, looked_up, most, room)
+            rows.append(row)
+        return marked(as_tree(rows, root_B.device, tree.size), tree)
+
+    def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
+        """Learn which path was accepted."""
+        self.heads.commit(tree, verified, acceptance)
+        self.lookup.commit(tree, verified, acceptance)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only ``rows``."""
+        self.heads.select(rows)
+        self.lookup.select(rows)
+
+    def admit(self, slots: Sequence[int], other: MixedSession) -> None:
+        """Take over another session's rows."""
+        self.heads.admit(slots, other.heads)
+        self.lookup.admit(slots, other.lookup)
+
+
+def fitting(parents: Sequence[int], tokens: Sequence[int], size: int, looked_up: Branches, nodes: int) -> int:
+    """How many of a tree's first ``size`` nodes make a tree of at most ``nodes`` with what was looked up."""
+    left = len(looked_up.parents) - 1  # of what was looked up, what the tree's nodes so far don't hold
+    same: dict[int, int | None] = {0: 0}
+    for node in range(1, size):
+        same[node] = looked_up.find(same[parents[node]], tokens[node])
+        left -= same[node] is not None
+        if node + 1 + left > nodes:
+            return node
+    return size
+
+
+def hang_behind(row: Branches, looked_up: Branches, most: int, room: int) -> None:
+    """Add what was looked up to a row's tree, its first ``most`` nodes down to ``room``; none is added twice."""
+    at, depth = {0: 0}, {0: 0}
+    for node in range(1, min(len(looked_up.parents), most + 1)):
+        parent = looked_up.parents[node]
+        depth[node] = depth[parent] + 1
+        if depth[node] <= room:
+            at[node] = row.child(at[parent], looked_up.tokens[node])
+
+
+def marked(merged: DraftTree, heads: DraftTree) -> DraftTree:
+    """The merged tree with the heads' marks of what was drawn; their nodes have the same numbers in both.
+
+    Numbers that have become others' were fillers, whose marks mean nothing.
+    """
+    if heads.sampled_BN is None or heads.q_BNV is None:
+        return merged
+    more = merged.size - heads.size
+    sampled_BN = torch.nn.functional.pad(heads.sampled_BN & heads.valid_BN, (0, more))
+    return replace(merged, sampled_BN=sampled_BN, q_BNV=torch.nn.functional.pad(heads.q_BNV, (0, 0, 0, more)))
