@@ -45,8 +45,8 @@ demo-short: install ## the demo in small, as CI runs it
 	$(BIN)/medusa generate $(SHORT_RUN) --prompt "$(PROMPT)" --max-new-tokens 40
 
 demo-chat: install ## SmolLM2-135M answers, with the heads that ship with the package and without
-	$(BIN)/medusa chat smollm2 --message "$(QUESTION)" --max-new-tokens 160
-	$(BIN)/medusa chat smollm2 --message "$(QUESTION)" --max-new-tokens 160 --baseline
+	$(BIN)/medusa chat smollm2 --message "$(QUESTION)" --max-new-tokens 100
+	$(BIN)/medusa chat smollm2 --message "$(QUESTION)" --max-new-tokens 100 --baseline
 
 test: install ## run the fast tests
 	$(BIN)/python -m pytest -m "not slow" -n 2
