@@ -15,7 +15,7 @@ from medusa.cli import new_parser, parse
 from medusa.errors import UserError, nearest
 
 from .config import TrainConfig, keys
-from .launch import WRONG_INPUT, Elsewhere, launched, own_end, speaks
+from .launch import WRONG_INPUT, Elsewhere, launched, leave, own_end, speaks
 from .record import CALIBRATION, MERGED, RUN, STAGES, RunRecord
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ def run(command: str, argv: list[str]) -> int:
     except Interrupted as stop:
         way = "the same command, started in the same way" if launched() else again(argv)
         print(f"medusa: {stopped(stop.stage, stop.step)}; go on with: {way}", file=sys.stderr)
-        return 128 + stop.number
+        return leave(128 + stop.number)
     except Elsewhere as end:
-        return end.code
+        return leave(end.code)
     if os.environ.get("RANK", "0") == "0":
         print(summary(record))
-    return 0
+    return leave(0)
 
 
 def stopped(stage: str | None, step: int | None) -> str:

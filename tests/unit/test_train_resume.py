@@ -684,7 +684,7 @@ def wait_for(child: Any, config: TrainConfig, saving: bool) -> None:
 @pytest.mark.slow
 def test_sigkill_at_random_moments_and_in_the_middle_of_saving(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    wanted = small(tmp_path / "a", MAKERS[1], steps=60)
+    wanted = small(tmp_path / "a", MAKERS[1], steps=200)  # more than seven kills use up on a fast machine
     train(wanted, report=quiet)
     config = replace(wanted, run=str(tmp_path / "b"))
     chance, kills, in_mid_save = random.Random(0), 0, 0
