@@ -75,7 +75,7 @@ class Engine:
 
         ``drafter``: "auto" for the folder's own heads and tree, "none" to decode without drafts. For those that need no
         heads a plain trunk's folder or hub id will do: "prompt-lookup", "lookahead", "draft:FOLDER" for a draft model,
-        "cut:LAYERS" for the trunk's own first layers.
+        "cut:LAYERS" for the trunk's own first layers. With the folder's heads also "dynamic:NODES" and "mixed:NODES".
 
         ``dtype`` and ``device`` are the trunk's ("auto": its own, and a GPU where there is one);
         ``check`` verifies at load that it can be driven exactly with a token tree. ``compile`` has the trunk's steps

@@ -252,7 +252,8 @@ class Trunk:
         left them: they are looked at and not read again, and the output is of the others. No row's length changes.
         """
         shape, lengths = tree.shape, cache.lengths
-        cache.set_lengths([length + known for length in lengths])
+        if known:
+            cache.set_lengths([length + known for length in lengths])
         total = cache.reserve(tree.size - known)
         horizon = self.horizon(max(lengths))  # rows that live lie on one side of it; a released one has no length
         masks = {
@@ -262,7 +263,8 @@ class Trunk:
         mask = masks if self._by_type else masks["full_attention"]
         positions_BN = positions(shape, lengths, horizon)[:, known:]
         output = self.forward(tree.tokens_BN[:, known:], cache, mask, positions_BN, keep)
-        cache.set_lengths(lengths)
+        if known:
+            cache.set_lengths(lengths)
         return output
 
     @torch.no_grad()
