@@ -669,7 +669,10 @@ def process(config: TrainConfig) -> Any:
 
 
 def checkpoint_names(config: TrainConfig) -> set[str]:
-    return {str(path) for path in (Path(config.run) / checkpoints.FOLDER).glob("*/*")}
+    """Those of all stages. Folders come and go meanwhile: to ``os.walk`` one that has gone is empty."""
+    top = Path(config.run) / checkpoints.FOLDER
+    stages = (each for each in os.walk(top) if Path(each[0]).parent == top)
+    return {os.path.join(stage, name) for stage, folders, _ in stages for name in folders}
 
 
 def wait_for(child: Any, config: TrainConfig, saving: bool) -> None:
