@@ -80,22 +80,38 @@ def cut_prompts(documents: Sequence[Tensor], count: int, length: int, half: Half
     """
     lengths = [len(ids) for ids in documents]
     middle = sum(lengths) // 2
-    firsts, places = [], []  # of each document: the first token that a prompt may start at, and how many there are
+    parts = []
     for offset, size in zip(accumulate([0, *lengths]), lengths, strict=False):
         cut = min(max(middle - offset, 0), size)
-        first, end = (0, cut) if half == "judging" else (cut, size)
-        firsts.append(first)
-        places.append(max(end - first - length + 1, 0))
+        parts.append((0, cut) if half == "judging" else (cut, size))
+    return _spread(documents, parts, count, length, "half of the held-out text", "hold out more text")
+
+
+def beginnings(documents: Sequence[Tensor], count: int, length: int) -> list[list[int]]:
+    """``count`` beginnings of ``length`` token ids from all of the documents, evenly spread, none across a seam.
+
+    Raises:
+        UserError: there are fewer places for them.
+    """
+    parts = [(0, len(ids)) for ids in documents]
+    return _spread(documents, parts, count, length, "the training text", "give more text")
+
+
+def _spread(
+    documents: Sequence[Tensor], parts: Sequence[tuple[int, int]], count: int, length: int, what: str, way: str
+) -> list[list[int]]:
+    """Prompts, evenly spread, from ``parts``: of each document its first token to take, and that behind its last."""
+    places = [max(end - first - length + 1, 0) for first, end in parts]
     if sum(places) < count:
         raise UserError(
-            f"half of the held-out text has {sum(places)} places for prompts of {length} tokens and {count} are asked"
-            " for: ask for fewer or shorter ones, or hold out more text"
+            f"{what} has {sum(places)} places for prompts of {length} tokens and {count} are asked for: ask for fewer"
+            f" or shorter ones, or {way}"
         )
     ends = list(accumulate(places))
     prompts = []
     for index in range(count):
         place = index * ends[-1] // count
         document = bisect_right(ends, place)
-        start = firsts[document] + place - ends[document] + places[document]
+        start = parts[document][0] + place - ends[document] + places[document]
         prompts.append(documents[document][start : start + length].tolist())
     return prompts

@@ -13,7 +13,7 @@ from medusa.errors import UserError
 from .calls import prepare
 from .streams import Stream
 from .tally import Completion
-from .text import special_ids
+from .text import written_eos
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -100,12 +100,10 @@ class Answer:
         self._sound = True
 
     def _written_eos(self) -> str:
-        """What the EOS wrote at the end: some tokenizers don't call it a special token."""
-        ids, tokenizer = self.tally.transcript.ids, self._tokenizer
-        assert tokenizer is not None
-        if self.tally.finish_reason != "eos" or ids[-1] in special_ids(tokenizer):
-            return ""
-        return str(tokenizer.decode(ids[-1:], clean_up_tokenization_spaces=False))
+        """What the EOS wrote at the end, if one did."""
+        assert self._tokenizer is not None
+        ended = self.tally.finish_reason == "eos"
+        return written_eos(self._tokenizer, self.tally.transcript.ids[-1]) if ended else ""
 
 
 class Reply(Stream):

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from medusa.drafters.base import Drafter
 from medusa.drafters.dynamic import DynamicDrafter
+from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.mixed import MixedDrafter
 from medusa.drafters.none import NullDrafter
+from medusa.drafters.sized import SizedDrafter
 from medusa.errors import UserError
 from medusa.machine import describe, pick_threads
 from medusa.processors import Processing
@@ -28,7 +30,7 @@ from medusa.trunk import Trunk
 from .contenders import GREEDY, REFERENCE
 from .measure import Run, compare, dissect, our_loop, plain_generate
 from .options import UNSUPPORTED, Options
-from .summary import accepted_by_depth, repeated, speedup, summary
+from .summary import accepted_by_depth, paced, repeated, speedup, summary
 
 if TYPE_CHECKING:
     from medusa.data.prompts import Documents
@@ -176,12 +178,14 @@ def bench(
         "machine": describe(),
         "trunk": describe_trunk(trunk) | {"heldout_loss": heldout_loss(trunk, heldout) if heldout else None},
         "drafter": describe_drafter(drafter) | {"node_share": anatomies[drafter.name].node_share},
+        "compiled": compiled_sizes(trunk),
         **_compared(runs, options.seed),
         "accepted": accepted_by_depth(runs[drafter.name]),
         "steps": {name: asdict(anatomy.cost) for name, anatomy in anatomies.items()},
         "identical": identical(trunk, prompts, runs),
         "repeated_4grams": repeated([rows[0].ids for rows in runs[REFERENCE]], 4),
         "seconds": {name: [[run.seconds for run in row] for row in rows] for name, rows in runs.items()},
+        "pace": {name: [[paced(run.pace) for run in row] for row in rows] for name, rows in runs.items()},
     }
 
 
@@ -203,12 +207,20 @@ def describe_trunk(trunk: Trunk) -> dict[str, Any]:
     }
 
 
+def compiled_sizes(trunk: Trunk) -> list[list[int]]:
+    """Rows and nodes of the steps that ran compiled; empty where all ran eagerly."""
+    return [] if trunk.compiled is None else [list(size) for size in sorted(trunk.compiled.compiled)]
+
+
 def describe_drafter(drafter: Drafter) -> dict[str, Any]:
-    """Name, for heads their number and parameters, and the tree where it is one and the same."""
+    """Name, for heads or an EAGLE layer what they look like and their parameters, and the tree where it is fixed."""
     found: dict[str, Any] = {"name": drafter.name}
-    if isinstance(drafter, (MedusaDrafter, DynamicDrafter, MixedDrafter)):
+    if isinstance(drafter, (MedusaDrafter, SizedDrafter, DynamicDrafter, MixedDrafter)):
         found["heads"] = asdict(drafter.heads.config)
         found["parameters"] = sum(parameter.numel() for parameter in drafter.heads.parameters())
+    if isinstance(drafter, EagleDrafter):
+        found["eagle"] = asdict(drafter.layer.config) | {"nodes": drafter.nodes}
+        found["parameters"] = sum(parameter.numel() for parameter in drafter.layer.parameters())
     tree = getattr(drafter, "topology", None)
     if isinstance(tree, Topology):
         shape = {"parents": list(tree.parents), "ranks": list(tree.ranks)}

@@ -12,16 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from medusa.accept import AcceptRule
 from medusa.drafters.base import Drafter
 from medusa.errors import UserError, reason
 from medusa.rules import TypicalRule
 from medusa.trunk import Trunk
 
 from .bench import describe_drafter
-from .bench_tables import TYPICAL
+from .bench_tables import TYPICAL, WARMTH
 from .contenders import LOOKUP, REFERENCE, Contender, Task, Trial, assistant, library_way, our_way
-from .drafters import draft_model, has_heads, make_drafter, split_name
+from .drafters import draft_model, has_drafts, make_drafter, split_name
 from .prompt_sets import Prompt, PromptSet, check_set
+from .redraft import draws, redraft
+from .warmup import warm_up as compile_steps
 
 # What the library's own generate is asked for, by the name of the baseline; the others draft, with a model.
 BASELINES = {"static": "", "prompt-lookup": "", "draft": "FOLDER", "cut": "LAYERS"}
@@ -39,6 +42,8 @@ class AxisOptions:
             rule; left out, the heads and tree of the folder where it has some, and no drafts.
         baselines: of the library, beside plain ``generate``: names of ``BASELINES``.
         temperatures: 0 is greedy.
+        draft_temperatures: at which drafts are drawn in rows that sample, each times the row's own; of the drafters
+            that draw, each is a contender of its own.
         batch_sizes: rows that are decoded at once.
         compile_baseline: whether the baseline with a static cache is compiled.
         ignore_eos: whether an EOS is a token like any other, so that all rows are equally long.
@@ -52,6 +57,7 @@ class AxisOptions:
     drafters: list[str] | None = None
     baselines: list[str] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=lambda: [0.0])
+    draft_temperatures: list[float] = field(default_factory=lambda: [1.0])
     batch_sizes: list[int] = field(default_factory=lambda: [1])
     compile_baseline: bool = False
     ignore_eos: bool = False
@@ -66,6 +72,9 @@ class AxisOptions:
         for temperature in self.temperatures:
             if not 0 <= temperature < math.inf:
                 raise UserError(f"temperatures={temperature}: give at least 0, which is greedy")
+        for temperature in self.draft_temperatures:
+            if not 0 < temperature < math.inf:
+                raise UserError(f"draft_temperatures={temperature}: give numbers above 0 (1 is the row's own)")
         for size in self.batch_sizes:
             if size < 1:
                 raise UserError(f"batch_sizes={size}: give at least 1")
@@ -87,24 +96,42 @@ class Cell:
 Cells = list[tuple[Cell, dict[str, list[list[Trial]]]]]  # trials[contender][batch][repeat]
 
 
-def contenders(trunk: Trunk, folder: Path | None, axes: AxisOptions) -> list[Contender]:
-    """Plain ``generate`` first, then the other baselines, then ours.
+def contenders(trunk: Trunk, folder: Path | None, axes: AxisOptions, compile: bool = False) -> list[Contender]:
+    """Plain ``generate`` first, then the other baselines, then ours, whose steps ``compile`` compiles now.
 
     Raises:
         UserError: a drafter that can't be had.
     """
     made = [Contender(REFERENCE, library_way(trunk), ours=False)]
     made += [_baseline(name, trunk, axes.compile_baseline) for name in axes.baselines]
-    names = axes.drafters or (["none", "auto"] if has_heads(folder) else ["none"])
+    names = axes.drafters or (["none", "auto"] if has_drafts(folder) else ["none"])
     drafters: dict[str, Drafter] = {}
     for name in dict.fromkeys(names):
         plain = name.removesuffix(TYPICAL)
         if plain not in drafters:
             drafters[plain] = make_drafter(plain, trunk, folder)
-        rule = TypicalRule() if name != plain else None
-        facts = describe_drafter(drafters[plain])
-        made.append(Contender(name, our_way(trunk, drafters[plain], rule), lossless=rule is None, facts=facts))
+            if compile:
+                compile_steps(trunk, drafters[plain], axes.batch_sizes)
+        made += _at_temperatures(name, trunk, drafters[plain], TypicalRule() if name != plain else None, axes)
+    if axes.draft_temperatures != [1.0] and not any(map(draws, drafters.values())):
+        raise UserError("draft_temperatures: none of the drafters draws its drafts at random, leave them out")
     return made
+
+
+def _at_temperatures(
+    name: str, trunk: Trunk, drafter: Drafter, rule: AcceptRule | None, axes: AxisOptions
+) -> list[Contender]:
+    """One drafter at each draft temperature; the usual one, or else the first, stands for all in greedy cells."""
+    warmths = list(dict.fromkeys(axes.draft_temperatures)) if draws(drafter) else [1.0]
+    usual = 1.0 if 1.0 in warmths else warmths[0]
+    found = []
+    for warmth in warmths:
+        each = drafter if warmth == 1 else redraft(drafter, temperature=warmth)
+        facts = describe_drafter(each) | {"drafter": name, "draft_temperature": None if warmth == 1 else warmth}
+        called = name if warmth == 1 else f"{name}{WARMTH}{warmth:g}"
+        way, lossless = our_way(trunk, each, rule), rule is None
+        found.append(Contender(called, way, lossless=lossless, drawn=warmth != usual, facts=facts))
+    return found
 
 
 def _baseline(name: str, trunk: Trunk, compiled: bool) -> Contender:
@@ -175,7 +202,7 @@ def measure(
 def make_cells(sets: Sequence[PromptSet], ways: list[Contender], axes: AxisOptions) -> list[Cell]:
     """All combinations, the axes named last changing fastest."""
     return [
-        Cell(each.name, temperature, size, batches(each, size), ways)
+        Cell(each.name, temperature, size, batches(each, size), [way for way in ways if temperature or not way.drawn])
         for each in sets
         for temperature in dict.fromkeys(axes.temperatures)
         for size in dict.fromkeys(axes.batch_sizes)

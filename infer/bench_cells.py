@@ -16,7 +16,7 @@ from .bench import identical
 from .bench_axes import Cell
 from .contenders import REFERENCE, Contender, Trial
 from .measure import Run
-from .summary import by_depth, interval, repeated
+from .summary import by_depth, interval, paced, repeated
 
 Trials = Sequence[Sequence[Trial]]  # [batch][repeat]
 All = dict[str, list[list[Trial]]]  # by contender
@@ -78,6 +78,7 @@ def _raw(trial: Trial) -> dict[str, Any]:
         "first_tokens": trial.first_tokens,
         "first_seconds": trial.first_seconds,
         "steps": len(trial.accepted),
+        "pace": paced(trial.pace),
     }
 
 

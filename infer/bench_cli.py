@@ -19,6 +19,7 @@ AXES: list[tuple[str, type, str]] = [
     ),
     ("baselines", str, "of the library, beside generate: {baselines}"),
     ("temperatures", float, "0 is greedy"),
+    ("draft_temperatures", float, "of drafts that are drawn in rows that sample, each times the row's own; 1 is usual"),
     ("batch_sizes", int, "rows that are decoded at once"),
 ]
 
@@ -32,6 +33,8 @@ def bench(argv: list[str]) -> int:
     from .bench_run import run_axes
     from .cli import add_machine, quiet_unless_terminal
     from .drafters import listed
+    from .profile import CLOCKS, WALL
+    from .profile_run import run_profile
 
     parser = new_parser(
         "bench",
@@ -46,11 +49,18 @@ def bench(argv: list[str]) -> int:
     for name, kind, says in AXES:
         text = says.format(drafters=listed(), baselines=listed(BASELINES))
         parser.add_argument(f"--{name}", type=kind, nargs="+", help=f"axis: {text}")
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the trunk's steps in our own loop; of a run alone"
-    )
+    parser.add_argument("--compile", action="store_true", help="compile the trunk's steps in our own loop")
     parser.add_argument("--compile_baseline", action="store_true", help="compile the baseline static")
     parser.add_argument("--ignore_eos", action="store_true", help="all rows are equally long: an EOS ends none")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="instead, take steps apart: what each part takes, and how far the machine's limits are; goes with"
+        " --drafters, one --prompt_set and --compile",
+    )
+    parser.add_argument(
+        "--profile_clock", choices=list(CLOCKS), default=WALL, help="cpu: processor time, where others use the machine"
+    )
     args = parse(parser, argv)
     options = BenchOptions(**{field.name: args[field.name] for field in fields(BenchOptions)})
     given = {field.name: args[field.name] for field in fields(AxisOptions)}
@@ -58,8 +68,15 @@ def bench(argv: list[str]) -> int:
     axes = AxisOptions(**asked)
     quiet_unless_terminal()
     where = {"dtype": args.dtype, "device": args.device}
+    if args.profile:
+        drafters, sets = asked.pop("drafters", None), asked.pop("prompt_set", [None])
+        if asked or len(sets) > 1:
+            raise UserError(
+                f"--profile takes no --{next(iter(asked), 'prompt_set')}{'' if asked else ' of several'}: leave it out"
+            )
+        return run_profile(
+            args.run, options, drafters, sets[0], args.out, compile=args.compile, clock=args.profile_clock, **where
+        )
     if asked or not (Path(args.run).expanduser() / CONFIG).is_file():
-        if args.compile:
-            raise UserError("--compile is for a run on its held-out text: leave it out, or the options with an axis")
-        return run_axes(args.run, options, axes, args.out, **where)
+        return run_axes(args.run, options, axes, args.out, compile=args.compile, **where)
     return run_bench(args.run, options, args.out, compile=args.compile, **where)

@@ -8,17 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from medusa.checkpoint import CONFIG, MANIFEST
+from medusa.checkpoint import CONFIG
 from medusa.machine import describe
 from medusa.trunk import Trunk
 
-from .bench import BenchOptions, check_config, describe_trunk, set_threads
+from .bench import BenchOptions, check_config, compiled_sizes, describe_trunk, set_threads
 from .bench_axes import SEEDS, AxisOptions, Cell, contenders, make_cells, measure, warm_up
 from .bench_cells import cell_report
 from .contenders import Task
-from .drafters import has_heads
+from .drafters import has_drafts
 from .prompt_sets import HELDOUT, SPEC, PromptSet, prompt_set
-from .source import find, load_trunk
+from .source import find, is_ours, load_trunk
 
 FORMAT = 2  # of the report; that of a run without axes has format 1
 TRIAL = [0] * 16  # ids on which the number of threads is tried
@@ -32,9 +32,11 @@ def run_axes(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    compile: bool = False,
 ) -> int:
     """Benchmark all combinations on ``source``, a run, shipped heads or a plain trunk; print and write the report.
 
+    ``compile`` compiles the steps of our own loop before anything is measured.
     It goes to ``out``; left out, to the folder benchmark in a run, else to benchmark-NAME here. Returns the exit code:
     1 if a greedy output of ours differs from plain ``generate`` by more than a near-tie, else 0.
     """
@@ -48,7 +50,7 @@ def run_axes(
     trunk = _load(source, folder, dtype, device)
     check_config(trunk)
     set_threads(trunk, TRIAL, options.threads)
-    ways = contenders(trunk, folder, axes)
+    ways = contenders(trunk, folder, axes, compile)
     sets = [
         prompt_set(
             name,
@@ -72,11 +74,11 @@ def run_axes(
 
 def _target(source: str, folder: Path | None) -> Path:
     run = Path(source).expanduser()
-    return run / "benchmark" if (run / MANIFEST).is_file() else Path(f"benchmark-{(folder or run).resolve().name}")
+    return run / "benchmark" if is_ours(run) else Path(f"benchmark-{(folder or run).resolve().name}")
 
 
 def _load(source: str, folder: Path | None, dtype: str, device: str) -> Trunk:
-    if folder is not None and has_heads(folder):
+    if folder is not None and has_drafts(folder):
         return load_trunk(folder, dtype=dtype, device=device)
     return Trunk.load(folder or source, dtype=dtype, device=device)
 
@@ -116,6 +118,7 @@ def bench_axes(
         "options": asdict(options) | asdict(axes),
         "machine": describe(),
         "trunk": describe_trunk(trunk),
+        "compiled": compiled_sizes(trunk),
         "prompt_sets": {each.name: _describe(each) for each in sets},
         "contenders": {
             each.name: {"ours": each.ours, "lossless": each.lossless, **each.facts}

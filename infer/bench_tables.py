@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from medusa.tables import Table, machine_line, verdict
+from medusa.tables import Table, compiled_line, machine_line, verdict
 
 from .contenders import REFERENCE
 
 TYPICAL = "+typical"  # behind a drafter's name: its drafts are accepted by the typical rule, which is lossy
+WARMTH = "@"  # behind that: the draft temperature, where it is not the usual one
 
 
 def label(report: dict[str, Any], name: str) -> str:
@@ -16,11 +17,13 @@ def label(report: dict[str, Any], name: str) -> str:
     about = report["contenders"][name]
     if name == "none":
         return "no drafts"
-    called = name.removesuffix(TYPICAL)
+    called = about.get("drafter", name).removesuffix(TYPICAL)
     tree = ""
     if called == "auto":
         called, nodes = about["name"], about["tree"]["nodes"]
         tree = f", {nodes} nodes" if nodes > 1 else ", root alone"
+    if about.get("draft_temperature"):
+        tree += f", drafts at {about['draft_temperature']:g} T"
     return f"{called}{tree}" if about["lossless"] else f"{called}{tree}, typical (lossy)"
 
 
@@ -112,6 +115,7 @@ def notes(report: dict[str, Any]) -> list[str]:
         "First: until the first token of each row, so the prompts' reading; ms/token: after it. Tokens/step: tokens"
         " after the first / forwards of the trunk after the prefill, a forward counting once for each row it serves."
         " x: times as fast as generate per token, median over batches, with the prompts' reading and after it.",
+        compiled_line(report),
         machine_line(report["machine"]),
     ]
     return lines

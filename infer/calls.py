@@ -11,16 +11,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from medusa.accept import AcceptRule
 from medusa.drafters.base import Drafter
-from medusa.drafters.children import Drafting
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError, reason
 from medusa.laws import Processor
+from medusa.parallel import agreed, spread
 from medusa.processing import Processing
 from medusa.processors import Row
 from medusa.requests import Past, Request
@@ -28,6 +28,7 @@ from medusa.rules import TypicalRule
 from medusa.trunk import Trunk
 
 from .options import OF_THE_CALL, Options, functions
+from .redraft import redraft
 from .tally import Tally, Watch
 from .transcript import Transcript
 
@@ -138,11 +139,14 @@ def _tally(trunk: Trunk, ids: Sequence[int], options: Options, turn: int, given:
             " one, or stop_strings=None"
         )
     transcript = Transcript(trunk.tokenizer, ids, options.stops, options.include_stop, options.eos)
+    if options.max_time is not None and spread(trunk.model):
+        raise UserError(f"max_time={options.max_time} with tp_plan: each process has a clock of its own; leave it out")
     deadline = None if options.max_time is None else start + options.max_time
     watch = Watch(transcript, ids, functions(options.stopping_criteria), deadline, trunk.device)
     law = options.sampling
     if law.temperature > 0:
-        seed = secrets.randbelow(1 << 63) if options.seed is None else (options.seed + turn) % (1 << 63)
+        drawn = agreed(trunk.model, secrets.randbelow(1 << 63))
+        seed = drawn if options.seed is None else (options.seed + turn) % (1 << 63)
         law = replace(law, seed=seed)
     processing, processors = options.processing, functions(given)
     processing.check(trunk.vocab_size)
@@ -184,11 +188,4 @@ def _drafter(drafter: Drafter, options: Options) -> Drafter:
         return NullDrafter()
     if options.drafting is None and options.draft_temperature is None:
         return drafter
-    own = getattr(drafter, "drafting", None)
-    if not isinstance(own, Drafting):
-        name = "drafting" if options.drafting is not None else "draft_temperature"
-        raise UserError(f"{name}={getattr(options, name)!r}: the drafter {drafter.name!r} draws nothing, leave it out")
-    changed: Any = copy.copy(drafter)
-    mode, temperature = options.drafting or own.mode, options.draft_temperature or own.temperature
-    changed.drafting = Drafting(mode, temperature)
-    return cast(Drafter, changed)
+    return redraft(drafter, options.drafting, options.draft_temperature)

@@ -38,7 +38,7 @@ def run(command: str, argv: list[str]) -> int:
 
     args = parse(_parser(), argv)
     _check(args)
-    plain = not args.baseline and args.drafter in (None, "auto") and not _has_heads(args.run)
+    plain = not args.baseline and args.drafter in (None, "auto") and not _has_drafts(args.run)
     args.baseline = args.baseline or plain
     engine = _engine(args)
     names = [field.name for field in fields(Options) if field.name not in (*IN_PYTHON, "baseline")]
@@ -83,14 +83,11 @@ def _check(args: jsonargparse.Namespace) -> None:
         raise UserError("--logprobs or --top-logprobs without --json, which prints them: add it")
 
 
-def _has_heads(source: str) -> bool:
-    from medusa.checkpoint import MANIFEST
-    from medusa.dialects import is_published
-
+def _has_drafts(source: str) -> bool:
+    from .drafters import has_drafts
     from .source import find
 
-    folder = find(source, None)
-    return folder is not None and ((folder / MANIFEST).is_file() or is_published(folder))
+    return has_drafts(find(source, None))
 
 
 def _loop(conversation: Conversation) -> int:

@@ -1,4 +1,4 @@
-"""The commands ``medusa generate`` and ``medusa calibrate``, and the way to ``medusa bench``."""
+"""The command ``medusa generate``, the way to ``medusa calibrate`` and ``medusa bench``, and what commands share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa.cli import new_parser, parse
-from medusa.errors import UserError, reason
+from medusa.errors import UserError
+from medusa.launch import launched, processes
 
 if TYPE_CHECKING:
     import jsonargparse
 
-    from medusa.calibrate import Calibration
     from medusa.trunk import Trunk
 
     from .engine import Completion, Engine
@@ -30,8 +30,13 @@ IN_PYTHON = {"logits_processor", "stopping_criteria", "sequence_bias", "num_retu
 def run(command: str, argv: list[str]) -> int:
     """Run ``medusa COMMAND ARGV``; return the exit code."""
     from .bench_cli import bench
+    from .calibrate_cli import calibrate
 
-    commands = {"generate": _generate, "calibrate": _calibrate, "bench": bench}
+    commands = {"generate": _generate, "calibrate": calibrate, "bench": bench}
+    if command == "generate" and launched():
+        from medusa.parallel import together
+
+        return together(lambda: _generate(argv))
     return commands[command](argv)
 
 
@@ -54,7 +59,12 @@ def _generate(argv: list[str]) -> int:
     parser.add_argument("--stream", action="store_true", help="print the text while it is decoded")
     parser.add_argument("--json", action="store_true", help="print text, ids and figures as one JSON object")
     _add_decoding(parser)
+    parser.add_argument(
+        "--tp_plan", type=str, help="auto: share the trunk out over the processes that torchrun started, by its plan"
+    )
     args = parse(parser, argv)
+    if launched() and args.tp_plan is None:
+        raise UserError(f"processes={processes()} without --tp-plan would all do the same: add --tp-plan auto")
     if args.stream and args.json:
         raise UserError("--stream and --json: the JSON is printed at the end, give one of the two")
     if (args.logprobs or args.top_logprobs) and not args.json:
@@ -131,12 +141,13 @@ def load_engine(args: jsonargparse.Namespace) -> Engine:
         raise UserError(f"--baseline and --drafter {args.drafter}: one drafts nothing, give the other alone")
     quiet_unless_terminal()
     drafter = "none" if args.baseline else args.drafter or "auto"
-    engine = Engine.load(args.run, drafter=drafter, dtype=args.dtype, device=args.device)
+    shared_out = {"tp_plan": plan} if (plan := args.get("tp_plan")) is not None else {}
+    engine = Engine.load(args.run, drafter=drafter, dtype=args.dtype, device=args.device, **shared_out)
     threads = args.threads
-    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+    if threads is None and not shared_out and "OMP_NUM_THREADS" not in os.environ:
         threads = _calibrated_threads(Path(args.run).expanduser())
-        threads = threads or _fastest_threads(engine.trunk, [0] * NODES)
-    _set_threads(threads)
+        threads = threads or fastest_threads(engine.trunk, [0] * NODES)
+    set_threads(threads)
     return engine
 
 
@@ -152,7 +163,7 @@ def _calibrated_threads(folder: Path) -> int | None:
     return there.get("threads") if all(there.get(key) == here[key] for key in ("processor", "cores")) else None
 
 
-def _set_threads(threads: int | None) -> None:
+def set_threads(threads: int | None) -> None:
     """Use the threads asked for, if any number was."""
     import torch
 
@@ -188,71 +199,7 @@ def _figures(completion: Completion) -> str:
     )
 
 
-def _calibrate(argv: list[str]) -> int:
-    """Measure trees on this machine and save the fastest in the run's folder."""
-    from medusa.checkpoint import read_manifest
-
-    from .recipe import CALIBRATED_BY, calibration_settings
-    from .report import check_writable
-
-    parser = new_parser(
-        "calibrate",
-        "Choose the token tree that is fastest on this machine. How much is measured is what the run's recipe says,"
-        " unless an option says otherwise.",
-    )
-    parser.add_argument("run", type=str, help="a folder made by `medusa train`")
-    parser.add_argument("--prompts", type=int, help="held-out prompts; half grow the tree, half judge it")
-    parser.add_argument("--prompt_tokens", type=int, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, help="tokens that the trunk continues each by")
-    parser.add_argument("--sizes", type=int, nargs="+", help="numbers of nodes to try")
-    parser.add_argument("--rounds", type=int, help="times each of them is measured")
-    add_machine(parser)
-    parser.add_argument(
-        "--threads", type=int, help="processor threads; left out, 1 or all: both are measured anew and the faster kept"
-    )
-    args = parse(parser, argv)
-    folder = Path(args.run).expanduser()
-    read_manifest(folder)
-    settings = calibration_settings(folder, {name: args[name] for name in CALIBRATED_BY})
-    check_writable(folder, "its tree can't be replaced; copy the folder to where it can")
-    _print_trees(_measure(folder, settings, args))
-    print(f"saved in {folder}", file=sys.stderr)
-    return 0
-
-
-def _measure(folder: Path, settings: dict[str, Any], args: jsonargparse.Namespace) -> Calibration:
-    from medusa.calibrate import continuations, recalibrate
-    from medusa.checkpoint import load_heads
-    from medusa.progress import progress
-
-    from .prompts import heldout_prompts
-    from .source import load_trunk
-
-    quiet_unless_terminal()
-    trunk = load_trunk(folder, dtype=args.dtype, device=args.device)
-    heads = load_heads(folder, trunk)
-    prompts = heldout_prompts(folder, settings["prompts"], settings["prompt_tokens"], "judging")
-    _set_threads(args.threads if args.threads is not None else _fastest_threads(trunk, prompts[0]))
-    with progress(len(prompts), "held-out continuations") as advance:
-        held = continuations(
-            trunk, prompts, settings["tokens"], progress=lambda done, total: advance(done - advance.done)
-        )
-    sizes, rounds = settings["sizes"], settings["rounds"]
-    try:
-        with progress(rounds, "calibration") as advance:
-            return recalibrate(
-                folder,
-                heads,
-                held,
-                sizes=sizes,
-                rounds=rounds,
-                progress=lambda done, total: advance(done - advance.done),
-            )
-    except OSError as error:
-        raise UserError(f"{folder} can't be written ({reason(error)}): copy it to where it can") from error
-
-
-def _fastest_threads(trunk: Trunk, prompt: list[int]) -> int | None:
+def fastest_threads(trunk: Trunk, prompt: list[int]) -> int | None:
     """Found on a forward of about as many positions as a tree has nodes; None where the processor doesn't decode."""
     import torch
 
@@ -262,12 +209,3 @@ def _fastest_threads(trunk: Trunk, prompt: list[int]) -> int | None:
         return None
     ids_1T = torch.tensor([prompt[:NODES]])
     return pick_threads(lambda: trunk.forward(ids_1T))
-
-
-def _print_trees(found: Calibration) -> None:
-    print("nodes  depth  tokens/step  step ms  forward ms  tokens/s")
-    for row in found.rows:
-        print(
-            f"{row.nodes:5}  {row.depth:5}  {row.tokens_per_step:11.2f}  {row.step_ms:7.2f}  {row.forward_ms:10.2f}"
-            f"  {row.tokens_per_second:8.0f}{'  <- chosen' if row == found.chosen else ''}"
-        )

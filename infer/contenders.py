@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
@@ -56,6 +56,8 @@ class Trial:
         first_seconds: the share of it until the first tokens: reading the prompts.
         first_tokens: tokens that came with that, of all rows: one each, but where drafts were verified already then.
         accepted: drafted tokens that a forward of the trunk accepted after that, one entry for each row it served.
+        pace: after the prompts' reading and after each forward, how many tokens each row had or had ended with, and
+            the seconds since the start.
     """
 
     rows: list[list[int]]
@@ -63,6 +65,7 @@ class Trial:
     first_seconds: float
     first_tokens: int
     accepted: tuple[int, ...]
+    pace: tuple[tuple[int, float], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -75,13 +78,17 @@ Way = Callable[[Sequence[Sequence[int]], Task], Trial]
 
 @dataclass(frozen=True)
 class Contender:
-    """A way of decoding with its name. ``lossless``: whether its law is the trunk's own. ``alone``: takes one row."""
+    """A way of decoding with its name. ``lossless``: whether its law is the trunk's own. ``alone``: takes one row.
+
+    ``drawn``: whether it differs from another one only in rows that sample, so that greedy cells go without it.
+    """
 
     name: str
     run: Way
     ours: bool = True
     lossless: bool = True
     alone: bool = False
+    drawn: bool = False
     facts: dict[str, Any] = field(default_factory=dict)  # for the report
 
 
@@ -98,16 +105,23 @@ def our_way(trunk: Trunk, drafter: Drafter, rule: AcceptRule | None = None) -> W
         prefilled = time.perf_counter()
         rows = [list(first[row]) for row in range(len(prompts))]
         accepted: list[int] = []
+        pace = [(_least(rows, decoder.live), prefilled - start)]
         while decoder.live:
             step = decoder.step()
             for row, tokens in step.tokens.items():
                 rows[row] += tokens
                 accepted.append(step.accepted[row])
+            pace.append((_least(rows, decoder.live), time.perf_counter() - start))
         synchronise(trunk)
         end = time.perf_counter()
-        return Trial(rows, end - start, prefilled - start, len(rows), tuple(accepted))
+        return Trial(rows, end - start, prefilled - start, len(rows), tuple(accepted), tuple(pace))
 
     return run
+
+
+def _least(rows: Sequence[Sequence[int]], live: Collection[int]) -> int:
+    """Tokens that every row has which is to go on; of the longest where none is."""
+    return min(len(rows[row]) for row in live) if live else max(map(len, rows))
 
 
 def library_way(trunk: Trunk, **how: Any) -> Way:
@@ -170,18 +184,18 @@ def _errors_only() -> Iterator[None]:
 
 
 class _Watch:
-    """Notes how long the text is after each forward of ``generate``, and when it was so after the first."""
+    """Notes how long the text is after each forward of ``generate``, and when it was so."""
 
     def __init__(self, trunk: Trunk, rows: int) -> None:
         self.trunk = trunk
         self.lengths: list[int] = []
-        self.first = 0.0
+        self.times: list[float] = []
         self._on_B = torch.zeros(rows, dtype=torch.bool, device=trunk.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         if not self.lengths:
             synchronise(self.trunk)
-            self.first = time.perf_counter()
+        self.times.append(time.perf_counter())
         self.lengths.append(input_ids.shape[1])
         return self._on_B
 
@@ -210,4 +224,5 @@ def _trial(rows: list[list[int]], watch: _Watch, longest: int, start: float, end
             if before < len(row):
                 accepted.append(min(total, len(row)) - before - 1)
     first = sum(min(totals[0], len(row)) for row in rows)
-    return Trial(rows, end - start, watch.first - start, first, tuple(accepted))
+    pace = tuple((total, at - start) for total, at in zip(totals, watch.times, strict=True))
+    return Trial(rows, end - start, watch.times[0] - start, first, tuple(accepted), pace)

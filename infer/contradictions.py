@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +71,8 @@ def _acceptance(asked: Mapping[str, Any]) -> None:
             " of the two out"
         )
     temperature = asked.get("draft_temperature")
-    if temperature is not None and not temperature > 0:
-        raise UserError(f"draft_temperature={temperature}: it must be above 0 (1 is the row's own)")
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise UserError(f"draft_temperature={temperature}: give a number above 0 (1 is the row's own)")
     if temperature is not None and asked.get("drafting") == "top":
         raise UserError(f"draft_temperature={temperature} and drafting='top', which draws none: leave one of them out")
     for name in ("acceptance", "drafting", "draft_temperature"):

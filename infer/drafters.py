@@ -14,17 +14,25 @@ from medusa.dialects import is_published, load_published, published_tree
 from medusa.drafters.base import Drafter
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicDrafter
+from medusa.drafters.eagle import DEPTH, EagleDrafter
 from medusa.drafters.lookahead import LookaheadDrafter
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.mixed import MixedDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.drafters.prompt_lookup import PromptLookupDrafter
+from medusa.drafters.sized import SizedDrafter
+from medusa.eagle import EagleLayer
+from medusa.eagle_files import EAGLE, PLACE, eagle_place, eagle_tree, load_eagle
+from medusa.eagle_published import is_published_eagle, load_published_eagle
 from medusa.errors import UserError, nearest
 from medusa.files import read_json
+from medusa.parallel import spread
+from medusa.selfcheck import check_tree
+from medusa.sizing import Sizing, rungs
 from medusa.tree import Topology
 from medusa.trunk import Trunk
 
-# Each word, and what follows its colon; "" where nothing does.
+# Each word, and what follows its colon; "" where nothing does, in brackets what may be left out.
 DRAFTERS = {
     "auto": "",
     "none": "",
@@ -32,8 +40,10 @@ DRAFTERS = {
     "cut": "LAYERS",
     "prompt-lookup": "",
     "lookahead": "",
+    "sized": "",
     "dynamic": "NODES",
     "mixed": "NODES",
+    "eagle": "[:FOLDER][:NODES]",
 }
 ALONE: dict[str, Callable[[], Drafter]] = {"prompt-lookup": PromptLookupDrafter, "lookahead": LookaheadDrafter}
 
@@ -41,8 +51,12 @@ ALONE: dict[str, Callable[[], Drafter]] = {"prompt-lookup": PromptLookupDrafter,
 def make_drafter(name: str, trunk: Trunk, folder: Path | None) -> Drafter:
     """The drafter ``name`` for ``trunk``.
 
-    "auto" stands for the heads and the tree in ``folder``, "dynamic:NODES" for its heads with the likeliest tree of so
-    many nodes in every step, "mixed:NODES" for the same and prompt lookup in one tree, "none" for no drafts,
+    "auto" stands for the heads and the tree in ``folder``, or its EAGLE layer where it has none; "sized" for its heads
+    with the tree of its calibration that is fastest here for as many rows as there are, or no drafts, but in batches
+    with a row that samples with its own tree; "dynamic:NODES" for its heads with the likeliest tree of so many nodes in
+    every step, "mixed:NODES" for the same and prompt lookup in one tree; "eagle" for its EAGLE layer and that one's
+    tree, "eagle:NODES" for the layer with the likeliest tree,
+    "eagle:FOLDER" and "eagle:FOLDER:NODES" for a layer elsewhere, ours or as it was published; "none" for no drafts,
     "draft:FOLDER" for a draft model with the trunk's tokenizer (a hub id will do), "cut:LAYERS" for the first layers of
     the trunk itself, "prompt-lookup" for what followed before in the text, "lookahead" for the trunk's own n-grams.
 
@@ -52,8 +66,12 @@ def make_drafter(name: str, trunk: Trunk, folder: Path | None) -> Drafter:
     word, about = split_name(name)
     if word == "none":
         return NullDrafter()
+    if word == "eagle" or (word == "auto" and has_drafts(folder) and not has_heads(folder)):
+        return _eagle(name, about, trunk, folder)
     if word == "auto":
         return _heads(name, trunk, folder)
+    if word == "sized":
+        return _sized(_heads(name, trunk, folder), folder)
     if word in ("dynamic", "mixed"):
         if not about.isdecimal():
             raise UserError(f"drafter={name!r}: give the number of nodes, such as {word}:16")
@@ -73,20 +91,25 @@ def split_name(name: str, names: Mapping[str, str] = DRAFTERS, kind: str = "draf
     word, colon, about = name.partition(":")
     if word not in names:
         raise UserError(f"{kind}={name!r}{nearest(word, names)}: choose from {listed(names)}")
-    if bool(names[word]) != bool(about) or (colon and not about):
+    may = names[word].startswith("[")
+    if (bool(names[word]) != bool(about) and not may) or (colon and not about):
         raise UserError(f"{kind}={name!r}: give it as {listed({word: names[word]})}")
     return word, about
 
 
 def listed(names: Mapping[str, str] = DRAFTERS) -> str:
     """The names that may be given, in words."""
-    return ", ".join(f"{each}:{what}" if what else each for each, what in names.items())
+    return ", ".join(f"{each}:{what}" if what and what[0] != "[" else each + what for each, what in names.items())
 
 
 def draft_model(word: str, about: str, trunk: Trunk) -> Trunk:
     """The second model that ``draft:ABOUT`` or ``cut:ABOUT`` names, on the trunk's device and in its dtype."""
     if word == "draft":
-        return Trunk.load(about, dtype=trunk.dtype, device=trunk.device)
+        together = spread(trunk.model)
+        made = Trunk.load(about, dtype=trunk.dtype, device=trunk.device, check=not together)
+        if together:  # checked without a trial of what is faster, which may end otherwise on each process
+            check_tree(made)
+        return made
     if not about.isdecimal():
         raise UserError(f"drafter='cut:{about}': give the number of layers, such as cut:2")
     return cut(trunk, int(about))
@@ -95,6 +118,39 @@ def draft_model(word: str, about: str, trunk: Trunk) -> Trunk:
 def has_heads(folder: Path | None) -> bool:
     """Whether ``folder`` holds heads, ours or as the reference publishes them."""
     return folder is not None and ((folder / MANIFEST).is_file() or is_published(folder))
+
+
+def has_drafts(folder: Path | None) -> bool:
+    """Whether ``folder`` holds what "auto" takes: heads, or an EAGLE layer."""
+    return has_heads(folder) or (folder is not None and eagle_place(folder) is not None)
+
+
+def _eagle(name: str, about: str, trunk: Trunk, folder: Path | None) -> EagleDrafter:
+    """An EAGLE layer, the run's or of a folder, with its tree or the likeliest of so many nodes."""
+    elsewhere, _, last = about.rpartition(":")
+    if not last.isdecimal():
+        elsewhere, last = about, ""
+    layer, place = _layer(name, Path(elsewhere).expanduser() if elsewhere else folder, trunk)
+    tree = eagle_tree(place)
+    if not last:
+        return EagleDrafter(layer, tree)
+    nodes, warm = int(last), kept_temperatures(place)
+    sampling = Topology(tree.parents[:nodes], tree.ranks[:nodes]) if min(nodes, tree.size) > 1 else None
+    return EagleDrafter(layer, sampling, nodes=nodes, temperatures=warm, depth=len(warm) if warm else DEPTH)
+
+
+def _layer(name: str, folder: Path | None, trunk: Trunk) -> tuple[EagleLayer, Path]:
+    """The EAGLE layer in a folder, and where it is. UserError if there is none."""
+    place = None if folder is None else eagle_place(folder)
+    if place is not None:
+        return load_eagle(place, trunk), place
+    if folder is not None and is_published_eagle(folder):
+        return load_published_eagle(folder, trunk), folder
+    where = "a plain trunk" if folder is None else str(folder)
+    raise UserError(
+        f"drafter={name!r} takes an EAGLE layer, and {where} has no {PLACE / EAGLE}: give a run that was trained with"
+        " one, or eagle:FOLDER with the folder of a layer, ours or as it was published"
+    )
 
 
 def _heads(name: str, trunk: Trunk, folder: Path | None) -> MedusaDrafter:
@@ -112,14 +168,24 @@ def _heads(name: str, trunk: Trunk, folder: Path | None) -> MedusaDrafter:
 
 
 def _dynamic(own: MedusaDrafter, nodes: int, folder: Path | None) -> DynamicDrafter:
-    """The folder's heads with dynamic trees; those of Hydra draw the folder's tree, as much of it as goes in."""
+    """The folder's heads with dynamic trees.
+
+    Where laws depend on drafted tokens, rows that sample draw the folder's tree, as much of it as goes in.
+    """
     sampling = None
-    if own.heads.config.kind == "hydra" and nodes > 1:
+    if own.heads.config.stepwise and nodes > 1:
         sampling = Topology(own.topology.parents[:nodes], own.topology.ranks[:nodes])
-    return DynamicDrafter(own.heads, nodes, temperatures=_temperatures(folder), sampling=sampling)
+    return DynamicDrafter(own.heads, nodes, temperatures=kept_temperatures(folder), sampling=sampling)
 
 
-def _temperatures(folder: Path | None) -> list[float] | None:
+def _sized(own: MedusaDrafter, folder: Path | None) -> SizedDrafter:
+    """The folder's heads with the tree that pays for the rows there are."""
+    assert folder is not None, "heads come from a folder"
+    sizing = Sizing(own.heads, rungs(folder, own.topology), own=own.topology)
+    return SizedDrafter(own, sizing.trees, sizing)
+
+
+def kept_temperatures(folder: Path | None) -> list[float] | None:
     """Those that calibration found, if it did: heads as published have none, nor those calibrated before there were."""
     if folder is None or not (folder / CALIBRATION).is_file():
         return None

@@ -20,7 +20,7 @@ from medusa.trunk import Trunk
 
 from .calls import Call, prepare
 from .chat import Conversation, chat, stream_chat
-from .drafters import has_heads, make_drafter, split_name
+from .drafters import has_drafts, make_drafter, split_name
 from .inputs import Prompts, read_prompts
 from .messages import Message
 from .source import find, load_trunk
@@ -75,7 +75,10 @@ class Engine:
 
         ``drafter``: "auto" for the folder's own heads and tree, "none" to decode without drafts. For those that need no
         heads a plain trunk's folder or hub id will do: "prompt-lookup", "lookahead", "draft:FOLDER" for a draft model,
-        "cut:LAYERS" for the trunk's own first layers. With the folder's heads also "dynamic:NODES" and "mixed:NODES".
+        "cut:LAYERS" for the trunk's own first layers, "eagle:FOLDER" for an EAGLE layer, ours or as published. With the
+        folder's heads also "sized" (the size of the tree goes by the rows of each batch and by what steps cost here,
+        but in batches with a row that samples it is the folder's tree), "dynamic:NODES" and "mixed:NODES", with its
+        EAGLE layer "eagle" and "eagle:NODES"; "auto" is that layer where there are no heads.
 
         ``dtype`` and ``device`` are the trunk's ("auto": its own, and a GPU where there is one);
         ``check`` verifies at load that it can be driven exactly with a token tree. ``compile`` has the trunk's steps
@@ -88,7 +91,7 @@ class Engine:
         """
         split_name(drafter)
         folder = find(str(source), revision)
-        if folder is not None and has_heads(folder):
+        if folder is not None and has_drafts(folder):
             trunk = load_trunk(folder, dtype=dtype, device=device, check=check, **trunk_options)
             return cls(trunk, make_drafter(drafter, trunk, folder), max_rows=max_rows, compile=compile)
         if drafter == "auto":

@@ -98,7 +98,7 @@ class Scorer:
     def rolling(self, text: str) -> float:
         """Log-probability (nats) of a whole text, each token once, after as much of it as the context holds."""
         ids, total = encode(self.tokenizer, text), 0.0
-        most = self._room(1)
+        most = self._readable()
         for start in range(0, len(ids), most):
             part = ids[start : start + most]
             before = [self._prefix(), *ids[:start]][-(most + 1 - len(part)) :] if start else [self._prefix()]
@@ -133,19 +133,22 @@ class Scorer:
 
     def _room(self, tokens: int) -> int:
         """How many tokens may precede so many; at least one does."""
-        end = self.trunk.horizon(0)
-        if end is None:
-            return 1 << 30
+        end = self._readable()
         if tokens >= end:
             raise UserError(f"max_gen_toks={tokens}: a text may reach {end} tokens with this trunk, ask for fewer")
         return end - tokens
+
+    def _readable(self) -> int:
+        """How many tokens a forward may read."""
+        end = self.trunk.horizon(0)
+        return 1 << 30 if end is None else end
 
     @torch.inference_mode()
     def _score(self, before: list[int], ids: list[int]) -> tuple[float, bool]:
         """Of ``ids`` after ``before``, of which the beginning is left out where both exceed the context."""
         if not ids:
             return 0.0, True
-        text = [*before, *ids][-self._room(1) - 1 :]
+        text = [*before, *ids][-self._readable() - 1 :]  # the last one is not read, only looked for
         ids_1T = torch.tensor([text[:-1]], device=self.trunk.device)
         counted = min(len(ids), len(text) - 1)
         logits_TV = self.trunk.forward(ids_1T, keep=counted).logits[0].double()

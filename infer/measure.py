@@ -32,7 +32,7 @@ class Run:
     """One prompt continued once.
 
     ``steps`` are the trunk's forwards after the prefill; ``prefill_seconds`` is None where it can't be told apart;
-    ``accepted`` holds the drafted tokens that each step accepted.
+    ``accepted`` holds the drafted tokens that each step accepted, ``pace`` what :class:`~.contenders.Trial` says of it.
     """
 
     ids: list[int]
@@ -40,6 +40,7 @@ class Run:
     steps: int
     prefill_seconds: float | None = None
     accepted: tuple[int, ...] = ()
+    pace: tuple[tuple[int, float], ...] = ()
 
 
 Contender = Callable[[Sequence[int], int], Run]  # prompt, number of new tokens
@@ -68,7 +69,7 @@ def our_loop(trunk: Trunk, drafter: Drafter) -> Contender:
 
     def run(prompt: Sequence[int], tokens: int) -> Run:
         trial = way([prompt], Task(tokens))
-        return Run(trial.rows[0], trial.seconds, len(trial.accepted), trial.first_seconds, trial.accepted)
+        return Run(trial.rows[0], trial.seconds, len(trial.accepted), trial.first_seconds, trial.accepted, trial.pace)
 
     return run
 

@@ -25,7 +25,7 @@ from medusa.expected import (
 
 from .plan_cells import HEADS, read_cells, read_curve
 from .plan_load import Load
-from .plan_sources import Candidate, from_curve, gather
+from .plan_sources import Candidate, from_curve, gather, plain_taken
 
 OFF = "none"  # what --drafter calls decoding without drafts
 SHORT = 5  # tokens of an output up to which the reading of the prompt is said to dominate
@@ -40,6 +40,8 @@ class Prediction:
     candidate: Candidate
     tokens_per_step: float
     steps: float
+    step_ms: float
+    plain_ms: float
     request_ms: float
     plain_request_ms: float
     fits: bool
@@ -52,7 +54,7 @@ class Prediction:
     @property
     def step_cost(self) -> float:
         """A step's time in plain steps."""
-        return self.candidate.step_ms / self.candidate.plain_ms
+        return self.step_ms / self.plain_ms
 
     def as_json(self) -> dict[str, Any]:
         """All figures."""
@@ -79,6 +81,7 @@ class Plan:
             "load": asdict(self.load),
             "method": chosen.candidate.method if chosen else OFF,
             "nodes": chosen.candidate.nodes if chosen else None,
+            "draft_temperature": chosen.candidate.draft_temperature if chosen else None,
             "speedup": chosen.speedup if chosen else 1.0,
             "speedup_over_generate": self.over_generate,
             "why": self.why,
@@ -90,14 +93,16 @@ class Plan:
 def predict(candidate: Candidate, load: Load) -> Prediction:
     """The arithmetic of one candidate."""
     later = load.max_new_tokens - 1
-    steps = expected_steps(candidate.shares, later)
+    mine, plain = candidate.taken(load.max_new_tokens), candidate.plain_taken(load.max_new_tokens)
     room, needs = load.free_memory_mb, candidate.memory_mb
     return Prediction(
         candidate,
-        tree_tokens(candidate.shares),
-        steps,
-        candidate.first_ms + steps * candidate.step_ms,
-        candidate.plain_first_ms + later * candidate.plain_ms,
+        later / mine.steps if candidate.along and mine.steps else tree_tokens(candidate.shares),
+        mine.steps,
+        mine.time / mine.steps if mine.steps else candidate.step_ms,
+        plain.time / plain.steps if plain.steps else candidate.plain_ms,
+        candidate.first_ms + mine.time,
+        candidate.plain_first_ms + plain.time,
         room is None or needs is None or needs <= room,
     )
 
@@ -118,7 +123,7 @@ def plan(folder: Path, load: Load, prompt_set: str | None = None) -> Plan:
     chosen = choose(found)
     over = None
     if generate is not None:
-        slow = generate.first_ms + (load.max_new_tokens - 1) * generate.step_ms
+        slow = generate.first_ms + plain_taken(generate.along, generate.step_ms, load.max_new_tokens).time
         over = slow / (chosen.request_ms if chosen else found[0].plain_request_ms)
     return Plan(load, found, chosen, over, reasons(found, chosen, load), notes)
 
@@ -156,10 +161,16 @@ def reasons(found: Sequence[Prediction], chosen: Prediction | None, load: Load) 
             f"At temperature {load.temperature:g} the trunk's law is flat: guesses are accepted with the probability"
             " that it gives them, which falls."
         )
+    warmths = {each.candidate.warmth for each in found if each.candidate.method == best.candidate.method}
+    if len(warmths) > 1:
+        lines.append(
+            f"Of the draft temperatures {', '.join(f'{each:g}' for each in sorted(warmths))} that were measured,"
+            f" {best.candidate.warmth:g} is the best here."
+        )
     if load.batch_size > 1:
         lines.append(
             f"With {load.batch_size} rows a step verifies {load.batch_size} trees: it takes"
-            f" {best.candidate.step_ms:.2f} ms where a plain one takes {best.candidate.plain_ms:.2f} ms."
+            f" {best.step_ms:.2f} ms where a plain one takes {best.plain_ms:.2f} ms."
         )
     tight = [f"{each.candidate.label} ({each.candidate.memory_mb:.1f} MB)" for each in found if not each.fits]
     if tight:
@@ -172,12 +183,13 @@ def explain(each: Prediction, load: Load) -> list[str]:
     way, later = each.candidate, load.max_new_tokens - 1
     shares = " + ".join(["1", *(f"{share:.3f}" for share in way.shares)])
     needs = "unknown" if way.memory_mb is None else f"{way.memory_mb:.1f} MB"
+    measured = f", {each.tokens_per_step:.3f} tokens each, as measured along the texts" if way.along else ""
     return [
         f"{way.label} ({way.source}{'; ' + way.estimated if way.estimated else ''}; weights {needs})",
-        f"  tokens per step = {shares} = {each.tokens_per_step:.3f}",
-        f"  steps for {later} tokens after the first = {each.steps:.2f}",
-        f"  time = {way.first_ms:.2f} + {each.steps:.2f} x {way.step_ms:.3f} = {each.request_ms:.1f} ms",
-        f"  plain = {way.plain_first_ms:.2f} + {later} x {way.plain_ms:.3f} = {each.plain_request_ms:.1f} ms",
+        f"  tokens per step = {shares} = {tree_tokens(way.shares):.3f}{' over the whole texts' if way.along else ''}",
+        f"  steps for {later} tokens after the first = {each.steps:.2f}{measured}",
+        f"  time = {way.first_ms:.2f} + {each.steps:.2f} x {each.step_ms:.3f} = {each.request_ms:.1f} ms",
+        f"  plain = {way.plain_first_ms:.2f} + {later} x {each.plain_ms:.3f} = {each.plain_request_ms:.1f} ms",
         f"  speedup = {each.plain_request_ms:.1f} / {each.request_ms:.1f} = {each.speedup:.3f}",
     ]
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from medusa.checkpoint import CALIBRATION, TREE, read_tree
 from medusa.errors import UserError
-from medusa.expected import chain_shares, equal_chain, interpolate
+from medusa.expected import Milestone, chain_shares, equal_chain, interpolate, typical
 from medusa.files import read_json
 from medusa.plots import depth_shares
 
@@ -25,13 +25,20 @@ REPORTS = ("benchmark/report.json", "report/report.json", "report.json")  # the 
 
 @dataclass(frozen=True)
 class Way:
-    """What a cell of a benchmark found of one contender; ``step_ms`` is of the whole batch."""
+    """What a cell of a benchmark found of one contender; ``step_ms`` is of the whole batch.
+
+    ``along`` says how steps and their time add up along the text, the time in such steps; empty where the report
+    doesn't say it. ``method`` and ``draft_temperature`` are how ``medusa generate`` is told to decode so.
+    """
 
     label: str
     shares: list[float]
     step_ms: float
     first_ms: float
     nodes: int | None
+    along: tuple[Milestone, ...] = ()
+    method: str = ""
+    draft_temperature: float | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,8 @@ def _timed(report: dict[str, Any], name: str) -> Way:
     if first_ms is None:  # generate doesn't tell it apart
         first_ms = whole_ms / tokens
     step_ms = (whole_ms - first_ms) / (tokens - 1) * found["tokens_per_step"]
-    return Way(name, [], step_ms, first_ms, 1 if name == NULL else None)
+    along = _along(report.get("pace", {}).get(name, []), step_ms)
+    return Way(name, [], step_ms, first_ms, 1 if name == NULL else None, along)
 
 
 def _axes_cells(report: dict[str, Any], source: str) -> list[Cell]:
@@ -160,7 +168,9 @@ def _axes_cells(report: dict[str, Any], source: str) -> list[Cell]:
             usable = (facts["ours"] and facts["lossless"]) or name == REFERENCE
             if usable and (step_ms := _step_ms(figures["trials"], cell["batch_size"])) is not None:
                 shares = figures["accepted"]["share"]
-                ways[name] = Way(_label(name, facts), shares, step_ms, figures["first_token_ms"], _nodes(facts))
+                along = _along([[each.get("pace") for each in batch] for batch in figures["trials"]], step_ms)
+                first_ms, how = figures["first_token_ms"], (facts.get("drafter", name), facts.get("draft_temperature"))
+                ways[name] = Way(_label(name, facts), shares, step_ms, first_ms, _nodes(facts), along, *how)
         rates = {name: cell["contenders"][name]["speedup"]["median"] for name in ways}
         speedup = rates[HEADS] / rates[NULL] if HEADS in rates and NULL in rates else None
         where = cell["prompt_set"], cell["temperature"], cell["batch_size"]
@@ -179,10 +189,26 @@ def _step_ms(trials: list[list[dict[str, Any]]], rows: int) -> float | None:
     return 1e3 * rows * median((each["seconds"] - each["first_seconds"]) / each["steps"] for each in runs)
 
 
+def _along(runs: list[list[Any]], step_ms: float) -> tuple[Milestone, ...]:
+    """The typical text's milestones from those of runs [prompt][repeat], in times of ``step_ms``; empty without any."""
+    texts = []
+    for repeats in runs:
+        known = [
+            [Milestone(int(n), steps, 1e3 * taken / step_ms) for n, steps, taken in each] for each in repeats if each
+        ]
+        if known:
+            texts.append(typical(known))
+    found = typical(texts) if texts else []
+    return tuple(found) if found and found[-1].tokens > 1 else ()
+
+
 def _nodes(facts: dict[str, Any]) -> int | None:
     return facts["tree"]["nodes"] if facts.get("tree") else None
 
 
 def _label(name: str, facts: dict[str, Any]) -> str:
-    called, nodes = facts["name"] if name == HEADS else name, _nodes(facts)
-    return f"{called}, {nodes} nodes" if nodes else called
+    name, nodes = facts.get("drafter", name), _nodes(facts)
+    called = facts["name"] if name == HEADS else name
+    warmth = facts.get("draft_temperature")
+    at = f", drafts at {warmth:g} T" if warmth else ""
+    return f"{called}, {nodes} nodes{at}" if nodes else f"{called}{at}"

@@ -114,7 +114,7 @@ def _candidates(found: Plan) -> Table:
         [
             each.candidate.label + ("  <- recommended" if each is found.chosen else ""),
             f"{each.tokens_per_step:.2f}",
-            f"{each.candidate.step_ms:.2f}",
+            f"{each.step_ms:.2f}",
             f"{each.step_cost:.2f}",
             f"{each.speedup:.2f}" if each.fits else "no room",
             each.candidate.estimated or "measured",
@@ -137,7 +137,8 @@ def _lines(found: Plan, checked: list[Check], folder: str, arithmetic: bool) -> 
         lines = ["Recommended: off. Decode with --drafter none."]
     else:
         way = chosen.candidate
-        how = f"Decode with --drafter {way.method}."
+        warmth = "" if way.draft_temperature is None else f" --draft-temperature {way.draft_temperature:g}"
+        how = f"Decode with --drafter {way.method}{warmth}."
         if not way.made:
             how = f"Make its tree with `medusa calibrate {folder} --sizes 1 {way.nodes}`."
         lines = [f"Recommended: {way.label}, {chosen.speedup:.2f} x as fast as without drafts. {how}"]

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from medusa.checkpoint import CALIBRATION, MANIFEST, WEIGHTS, read_manifest
 from medusa.errors import UserError, nearest
-from medusa.expected import interpolate
+from medusa.expected import Milestone, at, expected_steps, interpolate, tree_tokens
 
 from .bench import NULL
 from .contenders import REFERENCE
 from .plan_cells import HEADS, Cell, Curve, Way, read_cells, read_curve
 from .plan_load import Load
 
-OF_HEADS = (HEADS, "dynamic", "mixed")  # drafters that need the run's heads
+OF_HEADS = (HEADS, "sized", "dynamic", "mixed")  # drafters that need the run's heads
 WEIGHTLESS = ("none", "cut", "prompt-lookup", "lookahead")  # and that bring no weights; others name a folder
-SIMILAR = 2  # times longer or shorter than benchmarked, up to which outputs are taken to be drafted as well
+SIMILAR = 2  # times longer than benchmarked up to which outputs are taken to go on alike; or shorter, not along texts
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -37,6 +38,9 @@ class Candidate:
         source: which file it comes from.
         made: whether ``--drafter METHOD`` decodes so as things stand; else its tree has to be made first.
         estimated: what was not measured at this load but concluded; empty where it was measured.
+        along: how steps, and their time in such steps, add up along the text; left out, as the shares say.
+        plain_along: the same of plain decoding.
+        draft_temperature: as ``--draft-temperature`` takes it; None for the usual one.
     """
 
     method: str
@@ -51,6 +55,30 @@ class Candidate:
     source: str
     made: bool = True
     estimated: str = ""
+    along: tuple[Milestone, ...] = ()
+    plain_along: tuple[Milestone, ...] = ()
+    draft_temperature: float | None = None
+
+    @property
+    def warmth(self) -> float:
+        """The draft temperature, as a factor of the rows' own."""
+        return 1.0 if self.draft_temperature is None else self.draft_temperature
+
+    def taken(self, tokens: int) -> Milestone:
+        """The steps to ``tokens`` tokens, the first included, and their milliseconds."""
+        steps = expected_steps(self.shares, tokens - 1)
+        found = at(self.along, tokens) if self.along else Milestone(tokens, steps, steps)
+        return replace(found, time=found.time * self.step_ms)
+
+    def plain_taken(self, tokens: int) -> Milestone:
+        """The same of plain decoding."""
+        return plain_taken(self.plain_along, self.plain_ms, tokens)
+
+
+def plain_taken(along: Sequence[Milestone], step_ms: float, tokens: int) -> Milestone:
+    """The steps to ``tokens`` tokens, the first included, without drafts, and their milliseconds."""
+    time = at(along, tokens).time if along else tokens - 1
+    return Milestone(tokens, tokens - 1, time * step_ms)
 
 
 def gather(folder: Path, load: Load, prompt_set: str | None = None) -> tuple[list[Candidate], Way | None, list[str]]:
@@ -60,7 +88,7 @@ def gather(folder: Path, load: Load, prompt_set: str | None = None) -> tuple[lis
         UserError: a run without calibration, a folder with neither that nor a report, or an unknown prompt set.
     """
     cells = read_cells(folder)
-    run = (folder / MANIFEST).is_file()
+    run = (folder / MANIFEST).is_file()  # whose heads were calibrated
     if not run and not cells and not (folder / CALIBRATION).is_file():
         raise UserError(
             f"{folder} holds neither a run nor a benchmark's report: give a folder made by `medusa train` or `medusa"
@@ -68,20 +96,30 @@ def gather(folder: Path, load: Load, prompt_set: str | None = None) -> tuple[lis
         )
     curve = read_curve(folder) if run or not cells else None
     notes: list[str] = []
-    at, exact, scaled = _at_load(_of_set(cells, prompt_set), load, curve, notes)
-    if at is not None and not 1 / SIMILAR <= load.max_new_tokens / at.max_new_tokens <= SIMILAR:
+    cell, exact, scaled = _at_load(_of_set(cells, prompt_set), load, curve, notes)
+    longer = ""
+    if cell is not None and not _similar(cell, load):
+        longer = "from shorter outputs" if load.max_new_tokens > cell.max_new_tokens else "from longer outputs"
         notes.append(
-            f"Benchmarked on outputs of {at.max_new_tokens} tokens: of {load.max_new_tokens} another share may be"
+            f"Benchmarked on outputs of {cell.max_new_tokens} tokens: of {load.max_new_tokens} another share may be"
             " accepted, above all where greedy text comes to repeat itself. Measure it with `medusa bench"
-            f" {folder} --max-new-tokens {max(load.max_new_tokens, 2)}`."
+            f" {folder} --max-new-tokens {max(load.max_new_tokens, 2)}`, which then serves for shorter ones as well."
         )
-    found = [_from_cell(folder, at, name, exact) for name in at.ways if name not in (NULL, REFERENCE)] if at else []
-    if curve is not None and (load.one_greedy_row or at is None or scaled):  # else the benchmark knows better
+    named = [name for name in cell.ways if name not in (NULL, REFERENCE)] if cell else []
+    found = [_from_cell(folder, cell, name, longer if exact else "from another load") for name in named] if cell else []
+    if curve is not None and (load.one_greedy_row or cell is None or scaled):  # else the benchmark knows better
         known = {each.nodes for each in found if each.method == HEADS}
-        first_ms = at.plain.first_ms if at else None
-        found += [each for each in from_curve(folder, curve, load, first_ms) if each.nodes not in known]
+        first_ms = cell.plain.first_ms if cell else None
+        found += [each for each in from_curve(folder, curve, load, first_ms, cell) if each.nodes not in known]
         notes += _cautions(folder, load)
-    return found, at.ways.get(REFERENCE) if at else None, notes
+    return found, cell.ways.get(REFERENCE) if cell else None, notes
+
+
+def _similar(cell: Cell, load: Load) -> bool:
+    """Whether what the cell measured says what outputs as long as the load's take."""
+    times = load.max_new_tokens / cell.max_new_tokens
+    known = all(way.along for name, way in cell.ways.items() if name != REFERENCE)
+    return times <= SIMILAR and (known or times >= 1 / SIMILAR)
 
 
 def _cautions(folder: Path, load: Load) -> list[str]:
@@ -162,10 +200,10 @@ def _scaled(way: Way, curve: Curve | None, cell: Cell, rows: int) -> Way | None:
     return replace(way, step_ms=way.step_ms * dearer, first_ms=way.first_ms * rows / cell.batch_size)
 
 
-def _from_cell(folder: Path, cell: Cell, name: str, exact: bool) -> Candidate:
+def _from_cell(folder: Path, cell: Cell, name: str, estimated: str) -> Candidate:
     way, plain = cell.ways[name], cell.plain
     return Candidate(
-        method=name,
+        method=way.method or name,
         label=way.label,
         shares=way.shares,
         step_ms=way.step_ms,
@@ -173,14 +211,22 @@ def _from_cell(folder: Path, cell: Cell, name: str, exact: bool) -> Candidate:
         first_ms=way.first_ms,
         plain_first_ms=plain.first_ms,
         nodes=way.nodes,
-        memory_mb=_memory(folder, name),
+        memory_mb=_memory(folder, way.method or name),
         source=f"{cell.source}, {cell.prompt_set}",
-        estimated="" if exact else "from another load",
+        estimated=estimated,
+        along=way.along,
+        plain_along=plain.along,
+        draft_temperature=way.draft_temperature,
     )
 
 
-def from_curve(folder: Path, curve: Curve, load: Load, first_ms: float | None) -> list[Candidate]:
-    """The calibration's trees at ``load``; ``first_ms``: the reading of the prompts, where it was measured."""
+def from_curve(
+    folder: Path, curve: Curve, load: Load, first_ms: float | None, cell: Cell | None = None
+) -> list[Candidate]:
+    """The calibration's trees at ``load``; ``first_ms``: the reading of the prompts, where it was measured.
+
+    Where the run's tree was benchmarked in ``cell``, the others are taken to fare along the text as it did.
+    """
     rows = load.batch_size
     plain_ms = curve.step_ms(1, rows)
     first_ms = plain_ms if first_ms is None else first_ms  # the least that it can be
@@ -199,9 +245,28 @@ def from_curve(folder: Path, curve: Curve, load: Load, first_ms: float | None) -
             source=CALIBRATION,
             made=nodes == curve.chosen,
             estimated="" if load.one_greedy_row else "from one greedy row",
+            along=_alike(curve, shares, cell),
+            plain_along=cell.plain.along if cell else (),
         )
         for nodes, shares in curve.trees
     ]
+
+
+def _alike(curve: Curve, shares: Sequence[float], cell: Cell | None) -> tuple[Milestone, ...]:
+    """The milestones of the heads' tree in ``cell``, with as many fewer steps as the tree of ``shares`` brings more.
+
+    A step brings one token at least, and one step the second token.
+    """
+    own = cell.ways.get(HEADS) if cell else None
+    calibrated = dict(curve.trees).get(own.nodes) if own and own.nodes else None
+    if own is None or calibrated is None:
+        return ()
+    ratio = tree_tokens(calibrated) / tree_tokens(shares)
+    found = []
+    for each in own.along:
+        steps = max(min(each.steps * ratio, each.tokens - 1), min(each.steps, 1))
+        found.append(Milestone(each.tokens, steps, each.time * (steps / each.steps if each.steps else 1)))
+    return tuple(found)
 
 
 def _memory(folder: Path, method: str) -> float | None:

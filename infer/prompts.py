@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from medusa.checkpoint import read_manifest, trunk_source
 from medusa.data import prompts
 from medusa.data.corpus import load_texts
 from medusa.data.prompts import Documents, Half
 
 from .recipe import data_config
+from .source import named_trunk
 
 
 def heldout_prompts(folder: str | Path, count: int, length: int, half: Half = "benchmark") -> list[list[int]]:
@@ -32,6 +32,6 @@ def heldout_documents(folder: str | Path) -> Documents:
     folder = Path(folder).expanduser()
     config = data_config(folder)
     train, heldout = load_texts(config)
-    manifest = read_manifest(folder)
-    tokenizer = AutoTokenizer.from_pretrained(trunk_source(folder, manifest), revision=manifest.revision)
+    name, revision = named_trunk(folder)
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     return prompts.heldout_documents(heldout, tokenizer, config, first=len(train))

@@ -45,8 +45,12 @@ def print_tables(tables: Sequence[Table], lines: Sequence[str], soft_wrap: bool 
 
 def markdown(report: dict[str, Any]) -> str:
     """The report as Markdown."""
-    parts = ["# Benchmark"]
-    shown, sentences = _in_words(report)
+    return markdown_of("Benchmark", *_in_words(report))
+
+
+def markdown_of(title: str, shown: Sequence[Table], sentences: Sequence[str]) -> str:
+    """Tables and sentences as Markdown, under a title."""
+    parts = [f"# {title}"]
     for table in shown:
         lines = [table.heads, ["---"] + ["---:"] * (len(table.heads) - 1), *table.rows]
         parts.append(f"## {table.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))

@@ -12,12 +12,13 @@ import torch
 from medusa.checkpoint import MANIFEST, TREE, WEIGHTS, read_manifest, trunk_source
 from medusa.data.trunks import SOURCES, fetched, shipped_heads
 from medusa.dialects import PUBLISHED, has_heads_inside, is_published, published_trunk
+from medusa.eagle_files import PLACE, eagle_place, eagle_trunk
 from medusa.errors import UserError, nearest, reason
 from medusa.machine import bfloat16_pays, pick_device
 from medusa.trunk import Trunk
 
 # Of a hub repository: the engine, not its logs and plots.
-PATTERNS = [MANIFEST, WEIGHTS, TREE, "trunk/*", "*.md", *PUBLISHED]
+PATTERNS = [MANIFEST, WEIGHTS, TREE, "trunk/*", "merged/*", f"{PLACE.as_posix()}/*", "*.md", *PUBLISHED]
 REASON = 160  # characters of what the hub says: its first sentence or two
 
 
@@ -51,7 +52,12 @@ def find(source: str, revision: str | None) -> Path | None:
         raise UserError(
             f"no folder {source} here (make it with `medusa train`), and not from the hub: {why}"
         ) from error
-    return found if (found / MANIFEST).is_file() or is_published(found) else None
+    return found if is_ours(found) or is_published(found) else None
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder is of the kind that `medusa train` makes: with heads, an EAGLE layer, or both."""
+    return (folder / MANIFEST).is_file() or eagle_place(folder) is not None
 
 
 def load_trunk(
@@ -67,12 +73,20 @@ def load_trunk(
     That of heads which ship with the package is made first, where it is not there, and its own dtype is the faster one
     here of bf16 and fp32. Raises UserError if it is no checkpoint, or the trunk can't be had or loaded.
     """
-    if not (folder / MANIFEST).is_file() and is_published(folder):
-        return Trunk.load(published_trunk(folder), dtype=dtype, device=device, check=check, **options)
-    manifest = read_manifest(folder)
-    name, revision = trunk_source(folder, manifest), manifest.revision
+    name, revision = named_trunk(folder)
     if name in SOURCES:
         name = str(fetched(name, lambda line: print(line, file=sys.stderr, flush=True)))
-        if dtype == "auto" and bfloat16_pays(pick_device(device)):
+        if dtype == "auto" and options.get("tp_plan") is None and bfloat16_pays(pick_device(device)):
             dtype = torch.bfloat16
     return Trunk.load(name, dtype=dtype, device=device, revision=revision, check=check, **options)
+
+
+def named_trunk(folder: Path) -> tuple[str, str | None]:
+    """The folder or hub id of the trunk that a checkpoint belongs to, and the revision. Raises as load_trunk."""
+    if not (folder / MANIFEST).is_file():
+        if is_published(folder):
+            return published_trunk(folder), None
+        if (place := eagle_place(folder)) is not None:
+            return eagle_trunk(place)
+    manifest = read_manifest(folder)
+    return trunk_source(folder, manifest), manifest.revision

@@ -8,6 +8,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, TypeVar
 
+from medusa.expected import milestones_of
+
 from .measure import Run
 
 T = TypeVar("T")
@@ -78,3 +80,8 @@ def repeated(texts: Sequence[Sequence[int]], n: int) -> float:
         grams = [tuple(text[start : start + n]) for start in range(len(text) - n + 1)]
         shares.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
     return sum(shares) / len(shares)
+
+
+def paced(pace: Sequence[tuple[int, float]]) -> list[list[float]]:
+    """A run's milestones as JSON holds them: tokens, steps until there, seconds of these."""
+    return [[each.tokens, each.steps, each.time] for each in milestones_of(pace)] if pace else []

@@ -121,17 +121,17 @@ class Tally:
         self.request = request
         self.transcript = transcript
         self.finish_reason = ""
+        self.logprobs: list[TokenLogprob] = []  # of all tokens so far, if they were asked for
         self._watch = watch
         self._lossless = lossless
         self._accepted: list[int] = []  # per step
         self._seconds = 0.0
-        self._logprobs: list[TokenLogprob] = []
 
     def add(self, row: int, step: Step, seconds: float) -> None:
         """Count a step that served ``row``, this row's number in the batch; ``seconds`` since decoding began."""
         if not self.transcript.looks:  # else the watch was shown them
             self.transcript.push(step.tokens[row])
-        self._logprobs += step.logprobs.get(row, [])
+        self.logprobs += step.logprobs.get(row, [])
         if step.nodes:
             self._accepted.append(step.accepted[row])
         self._seconds = seconds
@@ -147,7 +147,7 @@ class Tally:
     def completion(self) -> Completion:
         """The account closed."""
         self.transcript.take()
-        law, ids, logprobs = self.request.sampling, self.transcript.ids, self._logprobs
+        law, ids, logprobs = self.request.sampling, self.transcript.ids, self.logprobs
         asked = self.request.logprobs
         return Completion(
             text="".join(self.transcript.pieces),

@@ -19,6 +19,13 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(tokenizer.all_special_ids) | {token_id for token_id, token in added if token.special}
 
 
+def written_eos(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """What an EOS writes at the end of a text: some tokenizers don't call it a special token."""
+    if token in special_ids(tokenizer):
+        return ""
+    return str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+
 class Detokeniser:
     """Turns one row's tokens into text piece by piece; the pieces never hold half a character.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from medusa.compiled import CompiledSteps, StepSize
-from medusa.drafters.base import Drafter
+from medusa.drafters.base import Drafter, layers_of
+from medusa.drafters.mixed import MixedDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
 from medusa.machine import seconds
@@ -15,7 +17,7 @@ from medusa.progress import progress
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk
 
-NODES = (1, 2, 4, 8, 16)  # for drafters whose trees differ from step to step: each runs in the next size
+NODES = (1, 2, 4, 8, 16, 32)  # for drafters whose trees differ from step to step: each runs in the next size
 
 
 def use_compiled(trunk: Trunk, drafter: Drafter, rows: Sequence[int] = (1,)) -> CompiledSteps:
@@ -26,14 +28,14 @@ def use_compiled(trunk: Trunk, drafter: Drafter, rows: Sequence[int] = (1,)) -> 
     """
     sizes = step_sizes(drafter, rows)
     if trunk.compiled is None:
-        trunk.compiled = CompiledSteps(trunk, sizes)
+        trunk.compiled = CompiledSteps(trunk, sizes, layers=layers_of(drafter))
     else:
-        trunk.compiled.add(sizes)
+        trunk.compiled.add(sizes, layers_of(drafter))
     return trunk.compiled
 
 
 def step_sizes(drafter: Drafter, rows: Sequence[int]) -> list[StepSize]:
-    """What is worth compiling for ``drafter``: its tree and the root alone, which ends a text.
+    """What is worth compiling for ``drafter``: its trees and the root alone, which ends a text.
 
     Raises:
         UserError: a number of rows below 1.
@@ -41,9 +43,26 @@ def step_sizes(drafter: Drafter, rows: Sequence[int]) -> list[StepSize]:
     for count in rows:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise UserError(f"rows={count!r}: give whole numbers from 1")
-    topology = Topology.root() if isinstance(drafter, NullDrafter) else getattr(drafter, "topology", None)
-    nodes = NODES if topology is None else (1, topology.size)
-    return [StepSize(count, each) for count in sorted(set(rows)) for each in sorted(set(nodes))]
+    nodes = {1} if isinstance(drafter, NullDrafter) else {1, *tree_sizes(drafter)}
+    return [StepSize(count, each) for count in sorted(set(rows)) for each in sorted(nodes)]
+
+
+def tree_sizes(drafter: Any) -> list[int]:
+    """Nodes of the trees that ``drafter`` makes, the root included.
+
+    A static tree has one size, several have theirs. Trees of each step have theirs whatever their shape, and that of
+    the tree which is given for rows that sample; a mixed tree goes from there to its own, as lookup adds to it. Others
+    have any size.
+    """
+    if isinstance(drafter, MixedDrafter):
+        own = tree_sizes(drafter.dynamic)
+        return sorted({*own, *(size for size in NODES if min(own) < size < max(own))})
+    topology, nodes = getattr(drafter, "topology", None), getattr(drafter, "nodes", None)
+    found = {topology.size} if isinstance(topology, Topology) else set[int]()
+    found |= {nodes} if isinstance(nodes, int) else set()
+    found |= {tree.size for tree in getattr(drafter, "trees", ())}
+    given = getattr(drafter, "sampling", None)
+    return sorted(found | set(tree_sizes(given) if given is not None else ())) if found else list(NODES)
 
 
 def warm_up(trunk: Trunk, drafter: Drafter, rows: Sequence[int] = (1,)) -> dict[StepSize, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from medusa.laws import Laws
@@ -55,6 +56,9 @@ class DeterministicRule:
 
     def __call__(self, tree: DraftTree, laws: Laws) -> Acceptance:
         shape, choice_BN = tree.shape, laws.choice_BN
+        if tree.size == 1:  # nothing was drafted
+            root_B1 = torch.zeros_like(choice_BN)
+            return Acceptance(root_B1, root_B1[:, 0], choice_BN[:, 0])
         agrees_BN = (tree.tokens_BN == shape.at_parents(choice_BN)) & tree.valid_BN
         # a node is reached when all on its way agree; siblings are distinct, so there is one deepest such node
         reached_BN = (agrees_BN[:, None] | shape.off_path).all(-1)

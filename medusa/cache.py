@@ -31,6 +31,11 @@ class PlaneShape:
     device: torch.device
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, states: Tensor) -> PlaneShape:
+        """That of a layer's keys or values [B, heads, T, size]."""
+        return cls(states.shape[1], states.shape[3], states.device, states.dtype)
+
 
 @dataclass(frozen=True)
 class LayerShape:

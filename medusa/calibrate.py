@@ -8,7 +8,7 @@ Dimensions: T positions, D hidden, K heads, N nodes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from medusa.confidence import judged, temperatures
 from medusa.costs import Progress, step_costs
 from medusa.decoding import Request, generate_ids
 from medusa.drafters.none import NullDrafter
+from medusa.eagle import EagleLayer
 from medusa.errors import UserError
 from medusa.files import write_json
 from medusa.heads import MedusaHeads
@@ -84,18 +85,28 @@ def head_ranks(heads: MedusaHeads, held: Continuations) -> list[Tensor]:
     for a token that is never drafted, or not to be counted on: it only pads the vocabulary, is outside the heads' draft
     vocabulary, or ties with many others.
     """
-    ranks = []
-    for ids, start, hidden_TD in zip(held.ids, held.starts, held.hidden, strict=True):
-        row = torch.full((max(len(ids) - 1 - start, 0), heads.config.num), -1)
-        for head, (logits, answer) in enumerate(judged(heads, ids, start, hidden_TD)):
-            true, logits = logits.gather(1, answer.clamp(min=0)[:, None]), heads.draftable(logits)
-            rank = heads.choices - 1 - (logits < true).sum(1)  # the last of those that tie
-            # where many tie, which of them stands where is chance, though it looks like one and the same rank
-            told = (logits == true).sum(1) <= TIES  # never, where one is not a number
-            drafted = (answer >= 0) & (answer < heads.choices) & told & ~logits.isnan().any(1)
-            row[: len(answer), head] = torch.where(drafted, rank, NEVER).cpu()
-        ranks.append(row)
-    return ranks
+    texts = zip(held.ids, held.starts, held.hidden, strict=True)
+    return [text_ranks(heads, text[0], text[1], judged(heads, *text), heads.config.num) for text in texts]
+
+
+@torch.no_grad()
+def text_ranks(
+    drafts: MedusaHeads | EagleLayer,
+    ids: Sequence[int],
+    start: int,
+    depths: Iterable[tuple[Tensor, Tensor]],
+    most: int,
+) -> Tensor:
+    """:func:`head_ranks` of one text; ``depths`` are what :func:`medusa.confidence.judged` tells of ``most`` depths."""
+    row = torch.full((max(len(ids) - 1 - start, 0), most), -1)
+    for depth, (logits, answer) in enumerate(depths):
+        true, logits = logits.gather(1, answer.clamp(min=0)[:, None]), drafts.draftable(logits)
+        rank = drafts.choices - 1 - (logits < true).sum(1)  # the last of those that tie
+        # where many tie, which of them stands where is chance, though it looks like one and the same rank
+        told = (logits == true).sum(1) <= TIES  # never, where one is not a number
+        drafted = (answer >= 0) & (answer < drafts.choices) & told & ~logits.isnan().any(1)
+        row[: len(answer), depth] = torch.where(drafted, rank, NEVER).cpu()
+    return row
 
 
 def accuracy(ranks: Sequence[Tensor], best: int) -> list[float]:
@@ -124,8 +135,12 @@ def growth(ranks: Sequence[Tensor], size: int) -> list[tuple[int, ...]]:
 
 def grow(ranks: Sequence[Tensor], size: int) -> Topology:
     """The tree of at most ``size`` nodes with the most expected tokens per step."""
-    paths = growth(ranks, size)
-    return Topology.from_paths(paths) if paths else Topology.root()
+    return grown(growth(ranks, size), size)
+
+
+def grown(order: Sequence[Sequence[int]], size: int) -> Topology:
+    """The tree of at most ``size`` nodes that the beginning of a growth makes."""
+    return Topology.from_paths(order[: size - 1]) if order[: size - 1] else Topology.root()
 
 
 def accepted_paths(topology: Topology, ranks: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -189,6 +204,7 @@ class Calibration:
     rows: list[SizeRow]
     accuracy: dict[str, list[float]]
     temperatures: list[float]  # of each head's probabilities, for dynamic trees
+    growth: list[tuple[int, ...]]  # below the root, as of :func:`growth`: every beginning is the best tree of its size
     machine: dict[str, str | int] = field(default_factory=describe)
 
     @property
@@ -204,6 +220,7 @@ class Calibration:
             "rows": [asdict(row) for row in self.rows],
             "accuracy": self.accuracy,
             "temperatures": self.temperatures,
+            "growth": [list(path) for path in self.growth],
             "machine": self.machine,
         }
 
@@ -224,21 +241,44 @@ def calibrate(
     if len(held.ids) < 2:
         raise UserError(f"{len(held.ids)} held-out prompts: calibration needs 2 or more, to grow and to judge")
     grown_on, judged_on = held.halves()
-    ranks, fresh = head_ranks(heads, grown_on), head_ranks(heads, judged_on)
-    trees = {tree.size: tree for tree in (grow(ranks, size) for size in sorted(set(sizes)))}  # scarce data: fewer nodes
-    topologies = list(trees.values())
     prompt = held.ids[0][: held.starts[0]]
-    costs = step_costs(heads, topologies, [prompt], rounds, progress)
+    return choose(
+        head_ranks(heads, grown_on),
+        head_ranks(heads, judged_on),
+        sizes,
+        lambda topologies: step_costs(heads, topologies, [prompt], rounds, progress),
+        temperatures(heads, grown_on.ids, grown_on.starts, grown_on.hidden),
+    )
+
+
+def choose(
+    ranks: Sequence[Tensor],
+    fresh: Sequence[Tensor],
+    sizes: Sequence[int],
+    costs_of: Callable[[Sequence[Topology]], Sequence[tuple[float, float]]],
+    trusted: list[float],
+) -> Calibration:
+    """The tree of the most tokens per second, whatever drafts.
+
+    Args:
+        ranks: where true tokens stand (see :func:`head_ranks`), to grow trees on.
+        fresh: the same of other text, to judge them by.
+        sizes: numbers of nodes to try.
+        costs_of: milliseconds of a step and of the trunk's forward with each of some trees.
+        trusted: a temperature for the probabilities of each depth.
+    """
+    order = growth(ranks, max(sizes))
+    trees = {tree.size: tree for tree in (grown(order, size) for size in sorted(set(sizes)))}  # scarce data: fewer
+    topologies = list(trees.values())
     rows = []
-    for topology, (step_ms, forward_ms) in zip(topologies, costs, strict=True):
+    for topology, (step_ms, forward_ms) in zip(topologies, costs_of(topologies), strict=True):
         gain = tokens_per_step(topology, fresh)
         rows.append(SizeRow(topology.size, topology.depth, gain, step_ms, forward_ms, 1e3 * gain / step_ms))
     fastest = max(row.tokens_per_second for row in rows)
     chosen = next(row for row in rows if row.tokens_per_second >= GOOD_ENOUGH * fastest)
     found = {"top1": accuracy(fresh, 1), "top5": accuracy(fresh, 5)}
     tree = trees[chosen.nodes]
-    trusted = temperatures(heads, grown_on.ids, grown_on.starts, grown_on.hidden)
-    return Calibration(tree, node_shares(tree, fresh), rows, found, trusted)
+    return Calibration(tree, node_shares(tree, fresh), rows, found, trusted, order)
 
 
 def recalibrate(

@@ -21,11 +21,12 @@ from torch.nn.functional import pad
 from medusa.cache import SlotCache, StepCache
 from medusa.errors import UserError, reason
 from medusa.family import turning_point
+from medusa.parallel import spread
 
 if TYPE_CHECKING:
     from medusa.trunk import Trunk
 
-Step = Callable[..., tuple[Tensor, Tensor]]
+Step = Callable[..., tuple[Tensor, ...]]
 FILLED = 2  # a trace takes trees of at least its nodes over this: beyond that, fillers cost more than tracing brings
 
 
@@ -39,10 +40,12 @@ class StepSize(NamedTuple):
 class CompiledSteps:
     """Forwards of a trunk over trees of the sizes given, each compiled when it is first met.
 
-    ``backend`` is torch.compile's, ``options`` are settings of inductor while it compiles.
+    ``layers``: whose states steps return as well, where they are asked for. ``backend`` is torch.compile's, ``options``
+    are settings of inductor while it compiles.
 
     Raises:
-        UserError: rotary frequencies that go by the positions of each forward, which a trace would freeze.
+        UserError: rotary frequencies that go by the positions of each forward, which a trace would freeze; a trunk that
+            is shared out over several processes.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class CompiledSteps:
         trunk: Trunk,
         sizes: Iterable[StepSize],
         *,
+        layers: Iterable[int] = (),
         backend: str | Callable[..., Any] = "inductor",
         options: dict[str, Any] | None = None,
     ) -> None:
@@ -58,18 +62,26 @@ class CompiledSteps:
                 f"model type {trunk.family!r} has rotary frequencies that go by each forward's positions, so it can't"
                 " be compiled: leave compile out"
             )
+        if spread(trunk.model):
+            raise UserError("compile with tp_plan: steps that processes take together run eagerly; leave compile out")
         self.trunk = trunk
         self.sizes: list[StepSize] = []
-        self.add(sizes)
+        self.layers: tuple[int, ...] = ()
         self.backend, self.options = backend, options or {}
         self.compiled: dict[StepSize, Step] = {}
+        self.add(sizes, layers)
 
-    def add(self, sizes: Iterable[StepSize]) -> None:
-        """Have these sizes compiled as well."""
+    def add(self, sizes: Iterable[StepSize], layers: Iterable[int] = ()) -> None:
+        """Have these sizes compiled as well. With other ``layers`` than before all is compiled anew, as it is met."""
         self.sizes = sorted({*self.sizes, *sizes})
+        if more := {*layers} - {*self.layers}:
+            self.layers = tuple(sorted({*self.layers, *more}))
+            self.compiled = {}
 
-    def size_for(self, rows: int, nodes: int) -> StepSize | None:
-        """The size in which a tree of ``nodes`` nodes runs; None if there is none near enough."""
+    def size_for(self, rows: int, nodes: int, layers: Iterable[int] = ()) -> StepSize | None:
+        """The size in which a tree of ``nodes`` nodes runs; None if none is near enough, or states are missing."""
+        if not {*layers} <= {*self.layers}:
+            return None
         fit = (size for size in self.sizes if size.rows == rows and nodes <= size.nodes <= FILLED * nodes)
         return next(fit, None)
 
@@ -81,8 +93,9 @@ class CompiledSteps:
         cache: SlotCache,
         mask: Tensor | dict[str, Tensor | None] | None,
         positions_BN: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Logits [B, N, V] and hidden [B, N, D], as :meth:`Trunk.forward` gives them for the same arguments.
+        layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Logits [B, N, V], hidden [B, N, D] and states, as :meth:`Trunk.forward` gives them for the same arguments.
 
         Raises:
             UserError: a model that can't be traced or compiled.
@@ -96,11 +109,9 @@ class CompiledSteps:
         else:
             bias = self._bias(mask, size, total, fillers)
         arguments = (_padded(ids_BN, fillers), _padded(positions_BN, fillers), bias, slots_BN, planes)
-        if size in self.compiled:
-            logits_BNV, hidden_BND = self.compiled[size](*arguments)
-        else:
-            logits_BNV, hidden_BND = self._first(size, *arguments)
-        return logits_BNV[:, :nodes], hidden_BND[:, :nodes]
+        output = self.compiled[size](*arguments) if size in self.compiled else self._first(size, *arguments)
+        logits_BNV, hidden_BND, *states = (each[:, :nodes] for each in output)
+        return logits_BNV, hidden_BND, tuple(states[self.layers.index(layer)] for layer in layers)
 
     def _bias(self, seen: Tensor | None, size: StepSize, total: int, fillers: int) -> Tensor:
         """A mask always, and one per row: a step without one would be another trace. Nobody sees a filler but itself
@@ -114,7 +125,7 @@ class CompiledSteps:
             return _laid_out(seen)
         return pad(pad(seen, (0, fillers), value=torch.finfo(seen.dtype).min), (0, 0, 0, fillers))
 
-    def _first(self, size: StepSize, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def _first(self, size: StepSize, *arguments: Any) -> tuple[Tensor, ...]:
         """The call that traces and compiles."""
         _, _, bias, _, planes = arguments
         for each in bias.values() if isinstance(bias, dict) else (bias,):
@@ -124,7 +135,7 @@ class CompiledSteps:
         # the model is frozen: to look at each of its modules in every step is a fifth of a small trunk's step
         unguarded: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         step: Step = torch.compile(
-            _traced(self.trunk), backend=self.backend, fullgraph=True, dynamic=False, options=unguarded
+            _traced(self.trunk, self.layers), backend=self.backend, fullgraph=True, dynamic=False, options=unguarded
         )
         with torch._inductor.config.patch(self.options):
             try:
@@ -137,18 +148,18 @@ class CompiledSteps:
         return output
 
 
-def _traced(trunk: Trunk) -> Step:
+def _traced(trunk: Trunk, layers: tuple[int, ...]) -> Step:
     def step(
         ids_BN: Tensor,
         positions_BN: Tensor,
         bias: Any,
         slots_BN: Tensor,
         planes: Sequence[Sequence[Tensor]],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         some = next(iter(bias.values())) if isinstance(bias, dict) else bias
         cache = StepCache(planes, slots_BN, some.shape[3])
-        output = trunk.forward_with_gradients(ids_BN, cache, bias, positions_BN)
-        return output.logits, output.hidden
+        output = trunk.forward_with_gradients(ids_BN, cache, bias, positions_BN, layers=layers)
+        return output.logits, output.hidden, *output.states
 
     # torch keeps traces by code object, and looks through all of one: each size gets its own
     return FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)

@@ -5,11 +5,12 @@ Dimensions: S steps, K heads, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from medusa.eagle import EagleLayer
 from medusa.heads import MedusaHeads
 
 GRID = tuple(2 ** (power / 4) for power in range(-8, 9))  # a quarter of the way to the next doubling is near enough
@@ -31,6 +32,7 @@ def judged(heads: MedusaHeads, ids: Sequence[int], start: int, hidden_TD: Tensor
         reads = torch.arange(1, heads.config.reads(head) + 1, device=text.device)
         context = heads.context(head, embedded_TE[states[:, None] + reads]) if len(reads) else None
         logits = heads.logits(head, heads.features(head, hidden_TD[states], context))
+        logits = heads.behind(head, logits, text[states + 1 + head])
         yield logits, heads.columns(text[states + 2 + head])
 
 
@@ -43,18 +45,25 @@ def temperatures(
     Counted where the heads before it have the truth among their first few. The texts are continuations, as
     :class:`medusa.calibrate.Continuations` holds them; 1 for a head that none of them says anything about.
     """
-    lost_KG = torch.zeros(heads.config.num, len(GRID), dtype=torch.float64)
-    for ids, start, states_TD in zip(texts, starts, hidden, strict=True):
+    return fitted(heads, (judged(heads, *each) for each in zip(texts, starts, hidden, strict=True)), heads.config.num)
+
+
+def fitted(
+    drafts: MedusaHeads | EagleLayer, texts: Iterable[Iterable[tuple[Tensor, Tensor]]], depths: int
+) -> list[float]:
+    """:func:`temperatures` of ``depths`` depths, of what :func:`judged` tells of each text, whatever drafts."""
+    lost_KG = torch.zeros(depths, len(GRID), dtype=torch.float64)
+    for text in texts:
         reached_S: Tensor | None = None
-        for head, (logits_SV, answer_S) in enumerate(judged(heads, ids, start, states_TD)):
-            wide_SV = heads.draftable(logits_SV).double()
-            known_S = (answer_S >= 0) & (answer_S < heads.choices)
+        for depth, (logits_SV, answer_S) in enumerate(text):
+            wide_SV = drafts.draftable(logits_SV).double()
+            known_S = (answer_S >= 0) & (answer_S < drafts.choices)
             if reached_S is not None:
                 known_S = known_S & reached_S[: len(known_S)]
-            own_S1 = wide_SV.gather(1, answer_S.clamp(0, heads.choices - 1)[:, None])
+            own_S1 = wide_SV.gather(1, answer_S.clamp(0, drafts.choices - 1)[:, None])
             for place, temperature in enumerate(GRID):
                 log_S = (own_S1 / temperature)[:, 0] - (wide_SV / temperature).logsumexp(-1)
-                lost_KG[head, place] -= log_S[known_S].sum().cpu()
+                lost_KG[depth, place] -= log_S[known_S].sum().cpu()
             reached_S = known_S & ((wide_SV > own_S1).sum(-1) < AMONG)
     best = lost_KG.argmin(-1).tolist()
-    return [GRID[place] if lost_KG[head].any() else 1.0 for head, place in enumerate(best)]
+    return [GRID[place] if lost_KG[depth].any() else 1.0 for depth, place in enumerate(best)]

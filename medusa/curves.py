@@ -1,7 +1,7 @@
 """The curves in a training log: which figures it holds, by stage, as panels to draw or to compare.
 
-A log has a line per event: its stage, its step, and figures, each a number or a list of one per head. Any stage and
-any figure is taken, known here or not.
+A log has a line per event: its stage, its step, and figures, each a number or a list of one per head or depth. Any
+stage and any figure is taken, known here or not.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ Points = list[tuple[int, float]]  # step, value
 FIGURES = {
     "loss": ("loss", "nats per token"),
     "head_loss": ("loss of each head", "nats per token"),
+    "depth_loss": ("loss at each depth", "nats per token"),
+    "feature_loss": ("distance of states at each depth", "smooth L1"),
     "tokens_per_step": ("tokens per step, held out", "tokens per step"),
     "acceptance": ("acceptance by depth, held out", "of steps that accepted the depth before"),
     "top1": ("first guess right, in training", "share of tokens"),
@@ -42,8 +44,9 @@ WITH = {
 }  # drawn into the panel of another figure, under this name
 ALONE = {"loss": "training"}  # what the other one is called then
 NO_FIGURES = ("stage", "step", "threads")
-PARTS = {"acceptance": ("depth", 1)}  # what the entries of a list are, and the number of the first
-BEST = "tokens_per_step"  # heads are kept by it
+# What the entries of a list are, and the number of the first: of a figure, or of all figures of a stage.
+PARTS = {"acceptance": ("depth", 1), "eagle": ("depth", 1)}
+BEST = "tokens_per_step"  # what drafts is kept by it
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ def panels(logs: Mapping[str, Sequence[Event]], kept: Mapping[tuple[str, str], i
 
 def _curves(run: str, key: str, name: str, events: Sequence[Event], kept: int | None) -> list[Curve]:
     """The curve of a figure, or those of its parts if it is a list; values that are no numbers are left out."""
-    word, first = PARTS.get(key, ("head", 0))
+    stage = events[0]["stage"] if events else ""
+    word, first = PARTS.get(key) or PARTS.get(stage, ("head", 0))
     found: dict[str, Points] = {}
     for event in events:
         value: Any = event.get(key)

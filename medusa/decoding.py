@@ -6,7 +6,7 @@ Dimensions: B batch, N nodes, A accepted nodes, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from medusa.accept import AcceptRule, DeterministicRule
 from medusa.cache import SlotCache
-from medusa.drafters.base import Drafter, DraftSession, place
+from medusa.drafters.base import Drafter, DraftSession, layers_of, place
 from medusa.errors import UserError
 from medusa.laws import Laws, Situation
 from medusa.processors import Row
@@ -24,7 +24,7 @@ from medusa.sampling import Chance, Draws, HashDraws, SamplingParams
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk, TrunkOutput
 
-__all__ = ["Decoder", "Past", "Request", "Step", "TokenLogprob", "decode", "generate_ids"]
+__all__ = ["Decoder", "Past", "Request", "Step", "TokenLogprob", "decode", "generate_ids", "joining"]
 
 
 class Decoder:
@@ -40,6 +40,7 @@ class Decoder:
     ) -> None:
         self.trunk = trunk
         self.drafter = drafter
+        self.layers = layers_of(drafter)
         self.rule = rule
         self.draws = draws or HashDraws()
         self.rows: dict[int, Underway] = {}  # by number, until they end
@@ -100,7 +101,7 @@ class Decoder:
         ids_BT = torch.zeros(len(news), max(map(len, news)), dtype=torch.long)
         for row, new in enumerate(news):
             ids_BT[row, : len(new)] = torch.as_tensor(new)  # pads lie behind a row's length: unwritten
-        read = self.trunk.prefill(ids_BT.to(self.trunk.device), [len(new) for new in news], cache)
+        read = self.trunk.prefill(ids_BT.to(self.trunk.device), [len(new) for new in news], cache, self.layers)
         return *read, cache
 
     def _place(self, rows: Sequence[Underway], root_B: Tensor, cache: SlotCache, session: DraftSession) -> list[int]:
@@ -131,7 +132,7 @@ class Decoder:
         sampling = [SamplingParams() if row is None else row.request.sampling for row in rows]
         chance = Chance(sampling, after, self.draws, self.root_B.device)
         tree = self._within_limits(self.session.propose(self.root_B, room, chance), chance)
-        verified = self.trunk.tree_forward(tree, self.cache)
+        verified = self.trunk.tree_forward(tree, self.cache, layers=self.layers)
         rule = self.rule or (DeterministicRule() if tree.sampled_BN is None else RecursiveRule())
         acceptance = rule(tree, self._laws(verified.logits, tree, chance, rows))
         self.session.commit(tree, verified, acceptance)
@@ -255,19 +256,21 @@ def decode(
         request.allowance(trunk, row)
     decoder, waiting = Decoder(trunk, drafter, rule, draws), deque(requests)
     while waiting or decoder.rows:
-        ready = _ready(decoder, waiting, most)
+        ready = [waiting.popleft() for _ in range(joining(decoder, waiting, most))]
         yield decoder.admit(ready) if ready else decoder.step()
 
 
-def _ready(decoder: Decoder, waiting: deque[Request], most: int | None) -> list[Request]:
-    """Take from ``waiting`` the requests that may join now, in order."""
+def joining(decoder: Decoder, waiting: Iterable[Request], most: int | None) -> int:
+    """How many of ``waiting`` may join now, in order and in one admission, so that at most ``most`` are under way."""
     ready: list[Request] = []
-    while waiting and (most is None or len(decoder.rows) + len(ready) < most) and decoder.takes(waiting[0]):
-        horizons = {decoder.trunk.horizon(len(request.ids)) for request in (*ready, waiting[0])}
-        if len(horizons) > 1 or (ready and (ready[0].past or waiting[0].past)):
+    for request in waiting:
+        if (most is not None and len(decoder.rows) + len(ready) >= most) or not decoder.takes(request):
             break
-        ready.append(waiting.popleft())
-    return ready
+        horizons = {decoder.trunk.horizon(len(each.ids)) for each in (*ready, request)}
+        if len(horizons) > 1 or (ready and (ready[0].past or request.past)):
+            break
+        ready.append(request)
+    return len(ready)
 
 
 def generate_ids(

@@ -98,7 +98,13 @@ def published_trunk(folder: Path) -> str:
 
 
 def published_names(config: HeadsConfig) -> dict[str, str]:
-    """The published name of every tensor of heads of kind ``medusa``, and our own for the same tensor."""
+    """The published name of every tensor of heads of kind ``medusa``, and our own for the same tensor.
+
+    Raises:
+        UserError: heads with a Markov bias, for which there is no published layout.
+    """
+    if config.markov is not None:
+        raise UserError(f"heads.markov={config.markov}: no published layout has a Markov bias; train heads without one")
     names = {}
     for head in range(config.num):
         for layer in range(config.layers):

@@ -8,7 +8,9 @@ of the others, it is a^d (Leviathan et al. 2023, definition 3.1 and its assumpti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 from medusa.errors import UserError
 
@@ -91,6 +93,68 @@ def expected_steps(shares: Sequence[float], tokens: int) -> float:
     for wanted in range(1, min(tokens, SETTLED) + 1):
         steps.append(1 + sum(chance * steps[wanted - k] for k, chance in enumerate(emits[: wanted - 1], start=1)))
     return steps[-1] + max(tokens - SETTLED, 0) / tree_tokens(shares)
+
+
+def milestones(most: int) -> list[int]:
+    """Numbers of tokens up to ``most``, four to each doubling: 1, 2, …, 8, 10, 12, 14, 16, …, and ``most`` itself."""
+    found, power = {1, 2, 3, most}, 4
+    while power <= most:
+        found |= {power * quarters // 4 for quarters in (4, 5, 6, 7)}
+        power *= 2
+    return sorted(each for each in found if each <= most)
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """What it took until a text had so many tokens: steps after the prompt's reading, and the time of these."""
+
+    tokens: int
+    steps: float
+    time: float
+
+
+def milestones_of(pace: Sequence[tuple[int, float]]) -> list[Milestone]:
+    """Of one text from the tokens that it had, and when, after its prompt's reading and after each step since.
+
+    A number that a step went beyond was reached with that step: what a limit there would have cut off is paid for.
+    """
+    _, first = pace[0]
+    found, step = [], 0
+    for tokens in milestones(pace[-1][0]):
+        while pace[step][0] < tokens:
+            step += 1
+        found.append(Milestone(tokens, step, pace[step][1] - first))
+    return found
+
+
+def typical(texts: Sequence[Sequence[Milestone]]) -> list[Milestone]:
+    """Medians over texts at each number of tokens. A text that ended before has taken what it took until there."""
+    marks = sorted({each.tokens for text in texts for each in text})
+    rows = [[at(text, mark, ended=True) for text in texts] for mark in marks]
+    return [
+        Milestone(mark, median(each.steps for each in row), median(each.time for each in row))
+        for mark, row in zip(marks, rows, strict=True)
+    ]
+
+
+def at(text: Sequence[Milestone], tokens: int, ended: bool = False) -> Milestone:
+    """What ``tokens`` tokens take: on straight lines between milestones.
+
+    Acceptance changes along a text (greedy ones come to repeat themselves), and so does a step's time, so neither the
+    whole text's shares nor its mean step serve for a beginning of it. Beyond its last milestone a text that was not
+    ``ended`` goes on as in its second half, which is the best there is to know of what follows.
+    """
+    last = text[-1]
+    if tokens >= last.tokens:
+        middle = next(each for each in text if each.tokens > last.tokens // 2)  # no part of the first half counts
+        if ended or middle == last:
+            return last
+        more = (tokens - last.tokens) / (last.tokens - middle.tokens)
+        return Milestone(
+            tokens, last.steps + more * (last.steps - middle.steps), last.time + more * (last.time - middle.time)
+        )
+    steps = interpolate([(each.tokens, each.steps) for each in text], tokens)
+    return Milestone(tokens, steps, interpolate([(each.tokens, each.time) for each in text], tokens))
 
 
 def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from medusa.errors import UserError
+from medusa.parallel import whole
 
 VALUES = 256  # leading values of each tensor: enough to tell trunks apart, and no 16 GB are read
 # Of a layer's experts, which files hold one by one, the library makes tensors that begin with the first one's; what
@@ -87,7 +88,7 @@ def _of_memory(model: Any) -> Iterator[Tensor]:
     added = {id(parameter) for parameter in _of_adapters(model)}
     for parameter in model.parameters():
         if id(parameter) not in added and parameter.numel() > 1:  # a lone scalar is now a parameter, now a buffer
-            yield parameter.detach().reshape(-1)[:VALUES]
+            yield whole(parameter.detach()).reshape(-1)[:VALUES]
 
 
 def _of_adapters(model: Any) -> Iterator[Tensor]:

@@ -8,6 +8,9 @@ the state:
 * ``root``: the embedding of token t+1, which has just been chosen when heads draft, so it costs no extra step;
 * ``hydra`` (Ankner et al. 2024): the embeddings of tokens t+1 … t+1+k, those drafted before it.
 
+Heads of the first two kinds may have a *Markov bias*: what a head says of token t+2+k gains a row of a low-rank matrix
+that token t+1+k chooses. States and logits are still made for all heads at once; only that row is added level by level.
+
 Dimensions: D hidden, E embedding, K heads, R rank, V vocabulary, V' the tokens that heads draft from.
 """
 
@@ -18,10 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from medusa.bound import Bound
 from medusa.errors import UserError, nearest
-from medusa.selfcheck import check_projection
+from medusa.head_parts import Head, LowRank, Markov, like
 from medusa.trunk import Trunk
-from medusa.vocabulary import check_ids
 
 KINDS = ("medusa", "root", "hydra")
 PROJECTIONS = ("own", "shared", "low_rank")
@@ -40,10 +43,12 @@ class HeadsConfig:
             trunk's, ``low_rank`` gives each head a product of two thin matrices, V' x ``rank`` and ``rank`` x D.
         vocab: how many tokens the heads draft from, the most frequent ones of the training text; null takes all.
         rank: of the projection ``low_rank``; null for the others.
+        markov: rank of a bias that the token just before adds to a head's logits, 64 to 256 say; null for none. For the
+            kinds ``medusa`` and ``root``: Hydra's heads read that token, and were no better with a bias beside.
 
     Raises:
-        UserError: an unknown kind or projection, a number below 1, or a rank where there is none or none where it is
-            needed.
+        UserError: an unknown kind or projection, a number below 1, a rank where there is none or none where it is
+            needed, or a bias for Hydra's heads.
     """
 
     kind: str = "hydra"
@@ -52,70 +57,33 @@ class HeadsConfig:
     projection: str = "own"
     vocab: int | None = None
     rank: int | None = None
+    markov: int | None = None
 
     def __post_init__(self) -> None:
         for name, value, options in (("kind", self.kind, KINDS), ("projection", self.projection, PROJECTIONS)):
             if value not in options:
                 raise UserError(f"heads.{name}={value!r}: choose from {', '.join(options)}{nearest(value, options)}")
-        for name in ("num", "layers", "vocab", "rank"):
+        for name in ("num", "layers", "vocab", "rank", "markov"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise UserError(f"heads.{name}={number}: give at least 1")
         if (self.projection == "low_rank") != (self.rank is not None):
             way = "give heads.rank, 64 say" if self.rank is None else "leave rank out, or set heads.projection=low_rank"
             raise UserError(f"heads.rank={self.rank} with heads.projection={self.projection!r}: {way}")
+        if self.markov is not None and self.kind == "hydra":
+            raise UserError(
+                f"heads.markov={self.markov} with heads.kind='hydra', whose heads read the token before as it is: leave"
+                " markov out, or set heads.kind to medusa or root"
+            )
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether a head's law depends on tokens drafted before it, so that a tree is filled level by level."""
+        return self.kind == "hydra" or self.markov is not None
 
     def reads(self, head: int) -> int:
         """How many tokens after t head ``head`` reads: t+1 … t+reads."""
         return {"medusa": 0, "root": 1, "hydra": head + 1}[self.kind]
-
-
-class Linear(nn.Linear):
-    """A linear layer that computes in the precision of its input, whatever its weights are kept in."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, *_like(x, self))
-
-
-def _like(x: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias in the precision of ``x``."""
-    return linear.weight.to(x.dtype), None if linear.bias is None else linear.bias.to(x.dtype)
-
-
-class ResBlock(nn.Module):
-    """``x + SiLU(W [x; context] + b)`` with W = b = 0 at the start, hence exactly the identity there."""
-
-    def __init__(self, size: int, extra: int = 0) -> None:
-        super().__init__()
-        self.linear = Linear(size + extra, size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        read = x if context is None else torch.cat([x, context], -1)
-        return x + nn.functional.silu(self.linear(read))
-
-
-class LowRank(nn.Linear):
-    """A projection in two steps, D to R and R to V': ``down.weight`` [R, D], ``weight`` [V', R], ``bias`` [V']."""
-
-    def __init__(self, hidden: int, rank: int, vocab: int, bias: bool) -> None:
-        super().__init__(rank, vocab, bias=bias)
-        self.down = Linear(hidden, rank, bias=False)
-
-
-class Head(nn.Module):
-    """Residual blocks of distinct parameters, and a projection unless the trunk's is shared."""
-
-    def __init__(self, layers: int, hidden: int, extra: int, projection: nn.Linear | None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ResBlock(hidden, extra if layer == 0 else 0) for layer in range(layers))
-        self.projection = projection
-
-    def forward(self, hidden: Tensor, context: Tensor | None) -> Tensor:
-        for block in self.blocks:
-            hidden, context = block(hidden, context), None
-        return hidden
 
 
 @dataclass(frozen=True)
@@ -134,11 +102,11 @@ def new_head(config: HeadsConfig, index: int, trunk: HeadSizes) -> Head:
     Raises:
         UserError: a rank beyond the projection's.
     """
-    projection = _projection(config, trunk)
-    return Head(config.layers, trunk.hidden, trunk.embedding * config.reads(index), projection)
+    extra = trunk.embedding * config.reads(index)
+    return Head(config.layers, trunk.hidden, extra, _projection(config, trunk), _markov(config, trunk))
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(Bound):
     """K heads bound to a trunk, whose embedding and projection they use but neither own, save nor train.
 
     A new head gives the trunk's own logits: exactly, or with the projection ``low_rank`` as nearly as its rank allows,
@@ -157,8 +125,6 @@ class MedusaHeads(nn.Module):
             rank beyond the projection's.
     """
 
-    draft_ids: Tensor | None
-
     def __init__(
         self,
         config: HeadsConfig,
@@ -168,14 +134,9 @@ class MedusaHeads(nn.Module):
         initialise: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_projection(trunk)
+        super().__init__(trunk, draft_ids, config.vocab, "heads.vocab")
         self.config = config
-        self._trunk = (trunk,)  # in a tuple: a module attribute would be registered and saved
-        output = trunk.model.get_output_embeddings()
-        self.register_buffer("draft_ids", _checked(draft_ids, config, trunk, output.weight.device))
-        rows = _rows(output, self.draft_ids)
-        self._shared: tuple[Tensor, Tensor | None] | tuple[()] = ()
+        output, rows = trunk.model.get_output_embeddings(), self.projection_rows()
         if config.projection == "shared" and config.vocab is not None:
             self._shared = rows
         start = _start(config, *rows) if initialise else None
@@ -188,12 +149,9 @@ class MedusaHeads(nn.Module):
             made.to(output.weight.device, dtype or trunk.dtype)
             if made.projection is not None and start is not None:
                 made.projection.load_state_dict(start)
+            if made.markov is not None and initialise:
+                made.markov.start()
             self.heads.append(made)
-
-    @property
-    def trunk(self) -> Trunk:
-        """The trunk these heads draft for."""
-        return self._trunk[0]
 
     def head(self, index: int) -> Head:
         """Head ``index``, 0 for the nearest token."""
@@ -216,13 +174,22 @@ class MedusaHeads(nn.Module):
             return self.trunk.project(features, *self._shared)
         if isinstance(projection, LowRank):
             features = projection.down(features)
-        return self.trunk.project(features, *_like(features, projection))
+        return self.trunk.project(features, *like(features, projection))
 
-    def trunk_rows(self) -> tuple[Tensor, Tensor | None] | tuple[()]:
-        """What :meth:`medusa.trunk.Trunk.project` takes to give the trunk's logits of the tokens that heads draft."""
-        if self.draft_ids is None or self._shared:
-            return self._shared
-        return _rows(self.trunk.model.get_output_embeddings(), self.draft_ids)
+    def behind(self, head: int, logits: Tensor, before: Tensor) -> Tensor:
+        """Logits [.., V'] of head ``head`` behind the tokens ``before`` [..], those just before the ones it guesses.
+
+        The first columns alone will do. The same logits where there is no Markov bias.
+        """
+        markov = self.head(head).markov
+        return logits if markov is None else markov(logits, before)
+
+    def vocabulary(self) -> list[Tensor]:
+        """The weights whose rows are tokens."""
+        heads = [self.head(index) for index in range(self.config.num)]
+        biases = [head.markov for head in heads if head.markov is not None]
+        projections = [head.projection.weight for head in heads if head.projection is not None]
+        return [*projections, *(part.weight for bias in biases for part in (bias.before, bias.after))]
 
     def context(self, head: int, embedded: Tensor) -> Tensor | None:
         """Flatten embeddings [.., n, E] of the tokens t+1 … t+n, n >= reads, to what head ``head`` reads."""
@@ -238,42 +205,6 @@ class MedusaHeads(nn.Module):
         embedded = self.trunk.embed(ids)
         return nn.functional.rms_norm(embedded, embedded.shape[-1:])
 
-    @property
-    def choices(self) -> int:
-        """How many tokens the heads can draft."""
-        return self.trunk.draftable if self.draft_ids is None else len(self.draft_ids)
-
-    def draftable(self, logits: Tensor) -> Tensor:
-        """Logits without the vocabulary rows that the tokenizer lacks: [.., V'] -> [.., choices]."""
-        return logits[..., : self.choices]
-
-    def tokens(self, columns: Tensor) -> Tensor:
-        """The ids of the tokens that ``columns`` of the logits stand for."""
-        return columns if self.draft_ids is None else self.draft_ids[columns]
-
-    def columns(self, ids: Tensor) -> Tensor:
-        """The columns of the logits that stand for the tokens ``ids``; -1 for a token outside the draft vocabulary."""
-        if self.draft_ids is None:
-            return ids
-        columns = torch.searchsorted(self.draft_ids, ids).clamp(max=len(self.draft_ids) - 1)
-        return torch.where(self.draft_ids[columns] == ids, columns, -1)
-
-
-def _checked(ids: Tensor | None, config: HeadsConfig, trunk: Trunk, device: torch.device) -> Tensor | None:
-    if (ids is None) != (config.vocab is None):
-        given = "no draft_ids are" if ids is None else f"{len(ids)} draft_ids are"
-        raise UserError(f"heads.vocab={config.vocab} and {given} given: give as many ids, or set heads.vocab to null")
-    if ids is None or config.vocab is None:
-        return None
-    check_ids(ids, config.vocab, trunk)
-    return ids.to(device)
-
-
-def _rows(output: nn.Linear, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The trunk's projection, or a copy of its rows ``ids``: weight [V', D] and bias [V'] if there is one."""
-    weight, bias = output.weight.data, None if output.bias is None else output.bias.data
-    return (weight, bias) if ids is None else (weight[ids], None if bias is None else bias[ids])
-
 
 def _projection(config: HeadsConfig, trunk: HeadSizes) -> nn.Linear | None:
     hidden, vocab = trunk.hidden, config.vocab or trunk.vocab
@@ -284,6 +215,17 @@ def _projection(config: HeadsConfig, trunk: HeadSizes) -> nn.Linear | None:
     if config.rank > (most := min(hidden, vocab)):
         raise UserError(f"heads.rank={config.rank}: a projection of {hidden} to {vocab} has at most {most}")
     return LowRank(hidden, config.rank, vocab, trunk.bias)
+
+
+def _markov(config: HeadsConfig, trunk: HeadSizes) -> Markov | None:
+    if config.markov is None:
+        return None
+    choices = config.vocab or trunk.vocab
+    if config.markov > (most := min(trunk.vocab, choices)):
+        raise UserError(
+            f"heads.markov={config.markov}: a bias of {trunk.vocab} tokens on {choices} has at most rank {most}"
+        )
+    return Markov(trunk.vocab, config.markov, choices)
 
 
 def _start(config: HeadsConfig, weight_VD: Tensor, bias_V: Tensor | None) -> dict[str, Tensor]:

@@ -127,7 +127,9 @@ class ToyTrunk:
         """An empty cache."""
         return ToyCache(rows)
 
-    def prefill(self, ids_BT: Tensor, lengths: Sequence[int], cache: ToyCache) -> tuple[Tensor, Tensor, TrunkOutput]:
+    def prefill(
+        self, ids_BT: Tensor, lengths: Sequence[int], cache: ToyCache, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor, TrunkOutput]:
         """Read the prompts: the logits and the state after each."""
         rows_B, end_B = torch.arange(len(lengths)), torch.tensor(lengths) - 1
         before_B = torch.where(end_B > 0, ids_BT[rows_B, (end_B - 1).clamp(min=0)], 0)
@@ -135,7 +137,7 @@ class ToyTrunk:
         output = self._output(before_B[:, None], cache.last_B[:, None])
         return output.logits[:, 0], output.hidden[:, 0], output
 
-    def tree_forward(self, tree: DraftTree, cache: ToyCache) -> TrunkOutput:
+    def tree_forward(self, tree: DraftTree, cache: ToyCache, layers: Sequence[int] = ()) -> TrunkOutput:
         """Score every node; its hidden state is its state."""
         cache.tokens_BN = tree.tokens_BN
         before_BN = tree.shape.at_parents(tree.tokens_BN).clone()

@@ -22,6 +22,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from medusa.errors import UserError, reason
 from medusa.family import refuse_attention, refuse_by_config, text_config
 from medusa.machine import as_dtype, pick_device
+from medusa.parallel import keep_together, placement
 
 # What the library raises for a folder that is broken in one way or another, or an optional package that is not there.
 LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, ImportError, SafetensorError)
@@ -64,14 +65,18 @@ def load_model(
     with _one_line(f"trunk {base.name}", "give a folder or a hub id"):
         config = AutoConfig.from_pretrained(base.name, **shared)
         _refuse_early(base.name, config)
-        options |= _placement(config, device, options)
+        if options.get("tp_plan") is not None:
+            options = placement(base.name, config, device, added is not None, options)
+        else:
+            options |= _placement(config, device, options)
         model, loading = AutoModelForCausalLM.from_pretrained(
             base.name, dtype=as_dtype(dtype), revision=base.revision, output_loading_info=True, **options
         )
         missing = {key for key in loading["missing_keys"] if added is None or f".{SLOT}" not in key}
         _refuse_gaps(f"trunk {base.name}", missing, "get the whole checkpoint")
         tokenizer = AutoTokenizer.from_pretrained(_tokenizer_at(base, added), **shared)
-    if options.get("device_map") is None:
+    keep_together(model)
+    if options.get("device_map") is None and "distributed_config" not in options:
         model = model.to(pick_device(device))
     if added is not None:
         _put_on(model, added, options)

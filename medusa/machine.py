@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from medusa.errors import UserError
+from medusa.files import write_json
 
 
 def describe() -> dict[str, str | int]:
@@ -51,6 +56,19 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def own_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that a call takes where nothing else runs, as far as that can be told.
+
+    On one thread of a processor the time that the thread was running: on a busy machine a call of some milliseconds
+    may wait as long again for its turn, or not, so that a median of wall-clock times says little. Else the wall clock.
+    """
+    if device.type != "cpu" or torch.get_num_threads() > 1:
+        return seconds(work)
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
+
+
 def peak_memory_mb(device: torch.device) -> float | None:
     """The most memory that this process has held so far, in MB of 10^6 bytes: what torch allocated on a GPU, else all.
 
@@ -64,6 +82,104 @@ def peak_memory_mb(device: torch.device) -> float | None:
         return None
     unit = 1 if platform.system() == "Darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does at best: bytes that it reads and operations that it does per second.
+
+    An operation is a product or a sum. ``read_bytes`` is the size of what was read for it: what fits into a processor's
+    own memory is read faster. ``dtype`` is that of the products.
+    """
+
+    bytes_per_second: float
+    operations_per_second: float
+    read_bytes: int
+    dtype: str
+    measured: str  # the day
+
+    def seconds(self, bytes_: float, operations: float) -> float:
+        """The least time for work that reads so much and does so much, both at once."""
+        return max(bytes_ / self.bytes_per_second, operations / self.operations_per_second)
+
+
+KEPT = "rates.json"
+LEAST_READ, MOST_READ = 1 << 20, 1 << 29  # bytes
+PIECE = {"cpu": 1 << 24, "cuda": 1 << 29}  # bytes: some milliseconds, or a fraction of one on a GPU
+SQUARE = {"cpu": 512, "cuda": 8192}  # rows of the matrices that are multiplied: some milliseconds
+MEASURED_S = 0.5  # for each of the two rates
+
+
+def rates(device: torch.device, dtype: torch.dtype, bytes_: int, kept: Path | None = None) -> Rates:
+    """The rates of this machine with torch's threads as they are, for weights of ``bytes_`` in all.
+
+    Measured once, in some seconds, and kept in ``kept`` with the machine's description: another machine, or another
+    number of threads, measures its own. Where that file can't be written it is measured each time.
+    """
+    kept = kept or cache_folder() / KEPT
+    size = min(max(1 << (bytes_ - 1).bit_length(), LEAST_READ), MOST_READ)
+    key = setting(device, dtype) | {"read_bytes": size}
+    entries = _kept(kept)
+    for entry in entries:
+        if entry.get("machine") == key:
+            return Rates(**entry["rates"])
+    found = Rates(_reading(device, size), _computing(device, dtype), size, key["dtype"], time.strftime("%Y-%m-%d"))
+    with suppress(OSError):
+        write_json(kept, {"entries": [*entries, {"machine": key, "rates": asdict(found)}]})
+    return found
+
+
+def setting(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What a kept measurement holds for: processor, threads, accelerator, torch, and the type of the values."""
+    own = {key: value for key, value in describe().items() if key in ("processor", "cores", "threads", "accelerator")}
+    name = str(dtype).removeprefix("torch.")
+    return own | {"torch": torch.__version__, "device": device.type, "dtype": name}
+
+
+def cache_folder() -> Path:
+    """Where what can be made anew is kept: by the XDG base directory specification."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa"
+
+
+def _kept(file: Path) -> list[dict[str, Any]]:
+    """What is in the file; nothing where it is not there, or not as it was written."""
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))["entries"]
+        return [entry for entry in entries if isinstance(entry["machine"], dict) and Rates(**entry["rates"])]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+@torch.inference_mode()
+def _reading(device: torch.device, size: int) -> float:
+    """Bytes per second: a matrix of ``size`` bytes times a vector, which reads each value once, in fp32.
+
+    It goes piece by piece, so that the fastest piece is one that others' work left alone.
+    """
+    columns, piece = 1024, min(size, PIECE.get(device.type, PIECE["cpu"]))
+    pieces = torch.ones(size // piece, piece // 4 // columns, columns, device=device)
+    vector = torch.ones(columns, device=device)
+    times = max(1, PIECE["cpu"] // size)  # a small one is read several times in a row
+    return times * piece / _best([lambda m=each: [torch.mv(m, vector) for _ in range(times)] for each in pieces])  # type: ignore[misc]
+
+
+@torch.inference_mode()
+def _computing(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a large product of matrices in ``dtype``."""
+    side = SQUARE.get(device.type, SQUARE["cpu"])
+    left = torch.ones(side, side, dtype=dtype, device=device)
+    return 2 * side**3 / _best([lambda: torch.mm(left, left)])
+
+
+def _best(works: Sequence[Callable[[], object]]) -> float:
+    """The least seconds of any of the works, in rounds after one that warms up: others' work makes them slower only."""
+    for work in works:
+        work()
+    best, end = float("inf"), time.perf_counter() + MEASURED_S
+    while True:
+        best = min([best, *map(seconds, works)])
+        if time.perf_counter() > end:
+            return best
 
 
 LOST = 20  # times slower at once: waiting for each other, and no outlier

@@ -57,6 +57,17 @@ def _without(bias: Tensor, known: int) -> Tensor:
     return bias[:, :, known:].contiguous() if known else bias
 
 
+def bias_of(seen_BnN: Tensor, lengths: Sequence[int], total: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask [B, 1, n, total] of ``n`` nodes alone, by bool [B, n, N]: which nodes of the tree each one sees."""
+    if len(set(lengths)) == 1 and total == lengths[0] + seen_BnN.shape[-1]:
+        return torch.nn.functional.pad(as_bias(seen_BnN, dtype), (lengths[0], 0))[:, None]
+    size = seen_BnN.shape[-1]
+    slot_BT = torch.arange(total, device=seen_BnN.device) - torch.tensor(lengths, device=seen_BnN.device)[:, None]
+    index_BnT = slot_BT.clamp(0, size - 1)[:, None].expand(-1, seen_BnN.shape[1], -1)
+    seen_BnT = (seen_BnN.gather(2, index_BnT) & (slot_BT < size)[:, None]) | (slot_BT < 0)[:, None]
+    return as_bias(seen_BnT, dtype)[:, None]
+
+
 def _ragged_bias(shape: Shape, lengths: Sequence[int], total: int, dtype: torch.dtype, window: int | None) -> Tensor:
     size, rows, device = shape.depths.shape[-1], len(lengths), shape.depths.device
     length_B1 = torch.tensor(lengths, device=device)[:, None]

@@ -23,7 +23,7 @@ CHUNK = 512  # tokens read on in one forward: the mask has a row for each of the
 
 
 def prefill(
-    trunk: Trunk, ids_BT: Tensor, lengths: Sequence[int], cache: SlotCache
+    trunk: Trunk, ids_BT: Tensor, lengths: Sequence[int], cache: SlotCache, layers: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, TrunkOutput]:
     """Read ``lengths`` tokens of each row behind what it holds; see :meth:`medusa.trunk.Trunk.prefill`.
 
@@ -31,35 +31,38 @@ def prefill(
     """
     assert min(lengths) > 0, "a row without new tokens has no last state"
     if not cache.longest:
-        return _read(trunk, ids_BT, lengths, cache)
+        return _read(trunk, ids_BT, lengths, cache, layers)
     horizon = trunk.horizon(cache.longest)
     ends = [length + new for length, new in zip(cache.lengths, lengths, strict=True)]
     assert horizon is None or max(ends) <= horizon, "a text goes beyond what the cached part of it allows"
-    logits_BV, state_BD, output = _read(trunk, ids_BT[:, :CHUNK], lengths, cache)
-    parts = [output.hidden]
+    logits_BV, state_BD, output = _read(trunk, ids_BT[:, :CHUNK], lengths, cache, layers)
+    parts = [(output.hidden, *output.states)]
     for start in range(CHUNK, ids_BT.shape[1], CHUNK):
         left = [new - start for new in lengths]
-        *last, output = _read(trunk, ids_BT[:, start : start + CHUNK], left, cache)
+        *last, output = _read(trunk, ids_BT[:, start : start + CHUNK], left, cache, layers)
         goes_on_B1 = torch.tensor(left, device=ids_BT.device)[:, None] > 0
         logits_BV, state_BD = (
             torch.where(goes_on_B1, new, old) for new, old in zip(last, (logits_BV, state_BD), strict=True)
         )
-        parts.append(output.hidden)
-    return logits_BV, state_BD, replace(output, logits=logits_BV[:, None], hidden=torch.cat(parts, 1))
+        parts.append((output.hidden, *output.states))
+    hidden, *states = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    return logits_BV, state_BD, replace(output, logits=logits_BV[:, None], hidden=hidden, states=tuple(states))
 
 
-def _read(trunk: Trunk, ids_BT: Tensor, lengths: Sequence[int], cache: SlotCache) -> tuple[Tensor, Tensor, TrunkOutput]:
+def _read(
+    trunk: Trunk, ids_BT: Tensor, lengths: Sequence[int], cache: SlotCache, layers: Sequence[int]
+) -> tuple[Tensor, Tensor, TrunkOutput]:
     """One forward. ``lengths`` may go beyond T, or be below 1: no row then reads more than T tokens, or any."""
     size, device, held = ids_BT.shape[1], ids_BT.device, cache.lengths
     last_B = torch.tensor(lengths, device=device).clamp(1, size) - 1
     kept = torch.unique(last_B)  # logits of these columns alone: all of them would be T x V per row
     if cache.longest:
         tree = DraftTree(chain_shape(size, device), ids_BT, torch.ones_like(ids_BT, dtype=torch.bool))
-        output = trunk.tree_forward(tree, cache, kept)
+        output = trunk.tree_forward(tree, cache, kept, layers=layers)
     else:
         cache.reserve(size)
         positions_BT = torch.arange(size, device=device)[None].expand_as(ids_BT)
-        output = trunk.forward(ids_BT, cache, None, positions_BT, keep=kept)
+        output = trunk.forward(ids_BT, cache, None, positions_BT, keep=kept, layers=layers)
     cache.set_lengths([length + min(max(new, 0), size) for length, new in zip(held, lengths, strict=True)])
     rows_B = torch.arange(len(lengths), device=device)
     return output.logits[rows_B, torch.searchsorted(kept, last_B)], output.hidden[rows_B, last_B], output

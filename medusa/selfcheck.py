@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from medusa.errors import UserError, reason
+from medusa.parallel import whole
 from medusa.tree import DraftTree, Shape, Topology
 
 if TYPE_CHECKING:
@@ -83,13 +84,15 @@ def check_projection(trunk: Trunk) -> None:
             " its vocabulary: heads can't read them; use another trunk"
         )
     head = trunk.model.get_output_embeddings()
-    if type(head.weight.data) is not torch.Tensor or not head.weight.is_floating_point() or head.weight.is_meta:
+    weight = whole(head.weight.data)
+    if type(weight) is not torch.Tensor or not weight.is_floating_point() or weight.is_meta:
         raise UserError(
             f"model type {trunk.family!r} has its vocabulary projection quantised or offloaded, so heads can't start"
             " from it: leave that projection (lm_head) as it is, in memory"
         )
     # with an adapter on it, heads start from the base's
-    own = trunk.project(output.hidden, *(() if hasattr(head, "base_layer") else (head.weight, head.bias)))
+    parts = () if hasattr(head, "base_layer") else (weight, None if head.bias is None else whole(head.bias.data))
+    own = trunk.project(output.hidden, *parts)
     error = (own - output.logits).abs().max().item()
     if not error <= 1e-2 * max(1.0, output.logits.abs().max().item()):
         raise UserError(

@@ -92,7 +92,18 @@ def notes(report: dict[str, Any]) -> list[str]:
         "Forward: the trunk's, inside the step; bare: the same call by itself. Step overhead = (step - heads) / bare."
         " Our share = (step - heads - forward) / step.",
     ]
-    return [*lines, machine_line(report["machine"])]
+    return [*lines, compiled_line(report), machine_line(report["machine"])]
+
+
+def compiled_line(report: dict[str, Any]) -> str:
+    """Whether our loop ran compiled."""
+    sizes: dict[int, list[str]] = {}
+    for rows, nodes in report.get("compiled") or []:
+        sizes.setdefault(rows, []).append(str(nodes))
+    if not sizes:
+        return "Our loop ran eagerly: none of its steps was compiled."
+    each = "; ".join(f"{rows} row{'s' * (rows > 1)} of {', '.join(nodes)}" for rows, nodes in sizes.items())
+    return f"Our loop's steps were compiled, for these rows and nodes: {each}. All else ran eagerly."
 
 
 def machine_line(machine: dict[str, Any]) -> str:

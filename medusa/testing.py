@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from medusa.accept import Acceptance
+from medusa.eagle import EagleConfig, EagleLayer
 from medusa.families import FAMILIES, VOCAB
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.sampling import Chance
@@ -65,7 +66,7 @@ def memorising_heads(
     heads = random_heads(trunk, config, seed=seed)
     assert config.projection == "own", "a shared projection can't be fitted"
     for head in range(config.num):
-        features, answers = [], []
+        features, answers, before = [], [], []
         reads = config.reads(head)
         for text in texts:
             ids = torch.tensor([list(text)], device=trunk.device)
@@ -76,8 +77,10 @@ def memorising_heads(
             context = heads.context(head, heads.embed(ids[:, after]))
             features.append(heads.features(head, trunk.forward(ids).hidden[:, :known], context)[0])
             answers.append(ids[0, 2 + head :])
+            before.append(ids[0, 1 + head : -1])
         target = torch.nn.functional.one_hot(torch.cat(answers), trunk.vocab_size).to(trunk.dtype)
-        solved = torch.linalg.lstsq(torch.cat(features), target - 0.5).solution
+        added = heads.behind(head, torch.zeros_like(target), torch.cat(before))  # by a Markov bias
+        solved = torch.linalg.lstsq(torch.cat(features), target - 0.5 - added).solution
         projection = heads.head(head).projection
         assert projection is not None
         projection.weight.copy_(solved.T)
@@ -95,6 +98,39 @@ def random_heads(trunk: Trunk, config: HeadsConfig, *, seed: int = 0, scale: flo
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale
         parameter.copy_(parameter + noise.to(parameter))
     return heads.eval()
+
+
+@torch.no_grad()
+def random_eagle(trunk: Trunk, config: EagleConfig, *, seed: int = 0, scale: float = 0.1) -> EagleLayer:
+    """An EAGLE layer with every parameter moved off its start; of a draft vocabulary it has random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = None
+    if config.vocab is not None:
+        ids = torch.randperm(trunk.draftable, generator=generator)[: config.vocab].sort().values
+    layer = EagleLayer(config, trunk, ids)
+    for parameter in layer.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale
+        parameter.copy_(parameter + noise.to(parameter))
+    return layer.eval()
+
+
+@torch.no_grad()
+def memorising_eagle(
+    trunk: Trunk, config: EagleConfig, texts: Sequence[Sequence[int]], depth: int, *, seed: int = 0
+) -> EagleLayer:
+    """A layer of version 3 that knows ``texts`` by heart down to ``depth``: random, its projection fitted to them."""
+    layer = random_eagle(trunk, config, seed=seed)
+    assert layer.lm_head is not None and layer.norm is not None, "version 1 projects as the trunk does"
+    states, answers = [], []
+    for text in texts:
+        ids = torch.tensor([list(text)], device=trunk.device)
+        features = layer.features(trunk.forward(ids, layers=layer.layers))
+        for level, state in enumerate(layer.unroll(ids, features, depth)):
+            states.append(layer.norm(state[0, level:-1]))
+            answers.append(ids[0, level + 2 :])
+    target = torch.nn.functional.one_hot(torch.cat(answers), trunk.vocab_size).to(trunk.dtype)
+    layer.lm_head.weight.copy_(torch.linalg.lstsq(torch.cat(states), target - 0.5).solution.T)
+    return layer
 
 
 @torch.no_grad()

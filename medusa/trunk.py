@@ -24,6 +24,7 @@ from medusa.compiled import CompiledSteps
 from medusa.errors import UserError
 from medusa.family import context, refuse_by_config, text_config, turning_point, windows
 from medusa.fingerprint import fingerprint
+from medusa.folded import copies_in, fold_mask, settle
 from medusa.loading import load_model
 from medusa.mask import attention_bias, positions
 from medusa.prefill import prefill
@@ -70,6 +71,7 @@ class Trunk:
         self._turning_point, self._turns_on = turning_point(self.config)
         self._body: Any = None
         self.compiled: CompiledSteps | None = None  # set by who wants tree steps compiled
+        self.copies = copies_in(self.config)
         self.layers = self._find_layers()
         if projects_directly(self):
             self._body = model.base_model
@@ -102,7 +104,8 @@ class Trunk:
         model, tokenizer = load_model(
             name, dtype=dtype, device=device, revision=revision, adapter=adapter, options=options
         )
-        return cls(model, tokenizer, check=check)
+        trunk = cls(model, tokenizer, check=False)
+        return settle(trunk, choose="attn_implementation" not in options) if check else trunk
 
     @property
     def device(self) -> torch.device:
@@ -194,11 +197,11 @@ class Trunk:
         called and projected here; elsewhere the whole model is called, and asked for its hidden states. A step over a
         tree of a size that is compiled runs compiled.
         """
-        whole = isinstance(keep, int) and keep == 0 and not layers
+        whole = isinstance(keep, int) and keep == 0
         if self.compiled is not None and cache is not None and positions_BT is not None and whole:
-            size = self.compiled.size_for(*ids_BT.shape)
+            size = self.compiled.size_for(ids_BT.shape[0], ids_BT.shape[1], layers)
             if size is not None:
-                return TrunkOutput(*self.compiled(size, ids_BT, cache, mask, positions_BT))
+                return TrunkOutput(*self.compiled(size, ids_BT, cache, mask, positions_BT, layers))
         return self.forward_with_gradients(ids_BT, cache, mask, positions_BT, keep, layers)
 
     def forward_with_gradients(
@@ -212,9 +215,11 @@ class Trunk:
     ) -> TrunkOutput:
         """:meth:`forward` for training an adapter on the model, which alone can get gradients: the model is frozen."""
         arguments = self.arguments(ids_BT, cache, mask, positions_BT)
-        if self._body is not None and not layers:
-            hidden = self._body(**arguments).last_hidden_state
-            return TrunkOutput(self.project(_keep(hidden, keep)), hidden)
+        if self._body is not None:
+            collect = {"output_hidden_states": True} if layers else {}
+            output = self._body(**arguments, **collect)
+            hidden, states = output.last_hidden_state, tuple(output.hidden_states[layer] for layer in layers)
+            return TrunkOutput(self.project(_keep(hidden, keep)), hidden, states)
         if self._keeps:
             arguments["logits_to_keep"] = keep
         output = self.model(output_hidden_states=True, **arguments)
@@ -230,6 +235,7 @@ class Trunk:
         positions_BT: Tensor | None = None,
     ) -> dict[str, Any]:
         """What the model's forward is called with, by this family's own names."""
+        mask = fold_mask(mask, self.copies)
         given: dict[str, Any] = {"input_ids": ids_BT, "attention_mask": mask, "use_cache": cache is not None}
         if cache is not None:
             given[self._cache_name] = cache
@@ -237,19 +243,23 @@ class Trunk:
             given["position_ids"] = positions_BT
         return given | {"return_dict": True}
 
-    def prefill(self, ids_BT: Tensor, lengths: Sequence[int], cache: SlotCache) -> tuple[Tensor, Tensor, TrunkOutput]:
+    def prefill(
+        self, ids_BT: Tensor, lengths: Sequence[int], cache: SlotCache, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor, TrunkOutput]:
         """Read right-padded texts, ``lengths`` tokens of each, behind what the rows hold: nothing, or their beginning.
 
-        Returns the logits [B, V] and state [B, D] of each row's last real token, and an output whose ``hidden`` covers
-        all of ``ids_BT``.
+        Returns the logits [B, V] and state [B, D] of each row's last real token, and an output whose ``hidden``, and
+        ``states`` of the ``layers`` asked for, cover all of ``ids_BT``.
         """
-        return prefill(self, ids_BT, lengths, cache)
+        return prefill(self, ids_BT, lengths, cache, layers)
 
-    def tree_forward(self, tree: DraftTree, cache: SlotCache, keep: int | Tensor = 0, known: int = 0) -> TrunkOutput:
+    def tree_forward(
+        self, tree: DraftTree, cache: SlotCache, keep: int | Tensor = 0, known: int = 0, layers: Sequence[int] = ()
+    ) -> TrunkOutput:
         """Score every node of every row's tree in one forward: logits [B, N, V], hidden [B, N, D].
 
-        ``keep`` is that of :meth:`forward`. The first ``known`` nodes lie behind the rows already, as an earlier call
-        left them: they are looked at and not read again, and the output is of the others. No row's length changes.
+        ``keep`` and ``layers``: as :meth:`forward` has them. The first ``known`` nodes lie behind the rows already:
+        they are looked at and not read again, and the output is of the others. No row's length changes.
         """
         shape, lengths = tree.shape, cache.lengths
         if known:
@@ -260,9 +270,8 @@ class Trunk:
             kind: attention_bias(shape, lengths, total, self.dtype, window, known)
             for kind, window in self.windows.items()
         }
-        mask = masks if self._by_type else masks["full_attention"]
-        positions_BN = positions(shape, lengths, horizon)[:, known:]
-        output = self.forward(tree.tokens_BN[:, known:], cache, mask, positions_BN, keep)
+        mask, positions_BN = masks if self._by_type else masks["full_attention"], positions(shape, lengths, horizon)
+        output = self.forward(tree.tokens_BN[:, known:], cache, mask, positions_BN[:, known:], keep, layers)
         if known:
             cache.set_lengths(lengths)
         return output
@@ -275,8 +284,7 @@ class Trunk:
         try:
             output = self.model(**self.arguments(ids, probe))
             held = getattr(output, self._cache_name)
-            pairs = [(layer.keys, layer.values) for layer in held.layers]
-            return [LayerShape(_plane(keys), _plane(values)) for keys, values in pairs]
+            return [LayerShape(PlaneShape.of(layer.keys), PlaneShape.of(layer.values)) for layer in held.layers]
         except (AttributeError, TypeError, ValueError) as error:
             raise UserError(
                 f"model type {self.family!r} keeps no plain key/value cache, so a rejected draft can't be rolled back:"
@@ -289,7 +297,3 @@ def _keep(values_BT: Tensor, keep: int | Tensor) -> Tensor:
     if isinstance(keep, int):
         return values_BT[:, -keep:] if keep else values_BT
     return values_BT[:, keep]
-
-
-def _plane(states: Tensor) -> PlaneShape:
-    return PlaneShape(states.shape[1], states.shape[3], states.device, states.dtype)

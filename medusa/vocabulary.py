@@ -32,24 +32,24 @@ def token_counts(texts: Iterable[Tensor], vocab: int) -> Tensor:
     return counts_V
 
 
-def draft_vocabulary(trunk: Trunk, counts_V: Tensor, size: int) -> Tensor:
+def draft_vocabulary(trunk: Trunk, counts_V: Tensor, size: int, name: str = "heads.vocab") -> Tensor:
     """The ``size`` tokens that occur most often, by ``counts_V`` int64 [V]: int64 [size], ascending.
 
     EOS and the tokenizer's special tokens are among them wherever they occur at all, since they end and divide texts.
     Of equally frequent tokens the lower id is taken, in a BPE the one merged earlier. Ids that the tokenizer lacks are
-    left out, whatever their counts.
+    left out, whatever their counts. ``name`` is that of the setting, for errors.
 
     Raises:
         UserError: a size beyond the tokenizer's, or too small for the special tokens that occur.
     """
     assert counts_V.shape == (trunk.vocab_size,)
     if not 1 <= size <= trunk.draftable:
-        raise UserError(f"heads.vocab={size}: the tokenizer has {trunk.draftable} tokens; give 1 to that many, or null")
+        raise UserError(f"{name}={size}: the tokenizer has {trunk.draftable} tokens; give 1 to that many, or null")
     counts_V = counts_V[: trunk.draftable].clone()
     special = {*getattr(trunk.tokenizer, "all_special_ids", ()), *trunk.eos_ids}
     kept = sorted(token for token in special if token < len(counts_V) and counts_V[token] > 0)
     if len(kept) > size:
-        raise UserError(f"heads.vocab={size}: {len(kept)} special tokens occur in the text; give at least that many")
+        raise UserError(f"{name}={size}: {len(kept)} special tokens occur in the text; give at least that many")
     counts_V[kept] = counts_V.max() + 1
     return counts_V.argsort(descending=True, stable=True)[:size].sort().values
 

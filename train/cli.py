@@ -5,28 +5,28 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medusa import configs
 from medusa.cli import new_parser, parse
 from medusa.errors import UserError, nearest
+from medusa.launch import WRONG_INPUT, Elsewhere, launched, leave, own_end, speaks
 
 from .config import TrainConfig, keys
-from .launch import WRONG_INPUT, Elsewhere, launched, leave, own_end, speaks
-from .record import CALIBRATION, MERGED, RUN, STAGES, RunRecord
+from .record import CALIBRATION, MERGED, OWN, PLACE, RUN, STAGES, RunRecord
 
 if TYPE_CHECKING:
     import jsonargparse
 
 USAGE = "medusa train [RECIPE] [OPTIONS]"
 DESCRIPTION = (
-    "Train speculative heads, and first the trunk where the recipe asks for a new one. RECIPE is a YAML file or the"
-    f" name of one that ships with the package ({', '.join(configs.names())}); options override it. A run that was"
-    " interrupted, even killed, goes on from its last checkpoint when the same command is given again; what is made is"
-    " left as it is."
+    "Train speculative heads or an EAGLE layer, and first the trunk where the recipe asks for a new one. RECIPE is a"
+    f" YAML file or the name of one that ships with the package ({', '.join(configs.names())}); options override it. A"
+    " run that was interrupted, even killed, goes on from its last checkpoint when the same command is given again;"
+    " what is made is left as it is."
 )
 
 
@@ -93,11 +93,21 @@ def read_config(argv: list[str]) -> tuple[TrainConfig, jsonargparse.Namespace]:
     if not argv[0].startswith("-"):
         argv = ["--config", str(find_recipe(argv[0])), *argv[1:]]
     args = parse(parser, argv, keys())
-    made = parser.instantiate(args)
+    made = _instantiated(parser, args)
     config = TrainConfig(**{field.name: made[field.name] for field in fields(TrainConfig)})
     if args.resume:
         check_begun(config, args.fresh)
     return config, args
+
+
+def _instantiated(parser: jsonargparse.ArgumentParser, args: jsonargparse.Namespace) -> jsonargparse.Namespace:
+    """The configuration's parts, made; what an optional one refuses is told as by any other."""
+    try:
+        return parser.instantiate(args)
+    except ValueError as error:  # jsonargparse's own, where a part may also be null
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        raise
 
 
 def check_begun(config: TrainConfig, fresh: str | None) -> None:
@@ -150,17 +160,29 @@ def summary(record: RunRecord) -> str:
     if "trunk" in record.stages:
         trunk = record.result("trunk")
         lines.append(f"  trunk        {trunk['parameters']:,} parameters, held-out loss {trunk['heldout_loss']:.3f}")
-    heads, tree = record.result("heads"), record.result("calibration")
-    config = record.config.heads
-    lines.append(f"  heads        {config.num} of kind {config.kind}, {heads['parameters']:,} parameters")
-    if record.config.joint is not None:
-        lines += _joint(record)
-    lines.append(
-        f"  tree         {tree['nodes']} nodes, {tree['depth']} deep: {tree['tokens_per_step']:.2f} tokens per step,"
-        f" {tree['tokens_per_second']:.0f} tokens/s ({CALIBRATION} has all sizes)"
-    )
+    if record.config.own_text is not None:
+        text = record.result("text")
+        lines.append(f"  text         {text['texts']:,} of the trunk's own, {text['tokens']:,} tokens, in {OWN}")
+    trees, heads, eagle = record.result("calibration"), record.config.heads, record.config.eagle
+    if heads is not None:
+        size = record.result("heads")["parameters"]
+        lines.append(f"  heads        {heads.num} of kind {heads.kind}, {size:,} parameters")
+        if record.config.joint is not None:
+            lines += _joint(record)
+        lines.append(_tree(trees, CALIBRATION))
+    if eagle is not None:
+        size = record.result("eagle")["parameters"]
+        lines.append(f"  eagle        a layer of version {eagle.version}, {size:,} parameters, in {PLACE}")
+        lines.append(_tree(trees["eagle"], f"{PLACE / CALIBRATION}"))
     lines.append(f"next: medusa bench {record.folder}")
     return "\n".join(lines)
+
+
+def _tree(tree: Mapping[str, Any], file: str) -> str:
+    return (
+        f"  tree         {tree['nodes']} nodes, {tree['depth']} deep: {tree['tokens_per_step']:.2f} tokens per step,"
+        f" {tree['tokens_per_second']:.0f} tokens/s ({file} has all sizes)"
+    )
 
 
 def _joint(record: RunRecord) -> Iterator[str]:

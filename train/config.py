@@ -11,10 +11,11 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from medusa.calibrate import ROUNDS, SIZES
 from medusa.data.corpus import DataConfig
+from medusa.eagle import EagleConfig
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig
 
-from .training import HeadsTraining, JointTraining, Training
+from .training import EagleTraining, HeadsTraining, JointTraining, OwnText, Training
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,12 @@ class TrainConfig:
         data: the text.
         trunk: the model that the heads draft for.
         trunk_training: how a new trunk is trained.
-        heads: the heads.
+        own_text: text that the trunk writes itself, learnt in place of the data's by all that drafts for it; null
+            learns the data's.
+        heads: the heads; null makes none, where an EAGLE layer is made.
         heads_training: how the heads are trained.
+        eagle: the EAGLE layer, on the same trunk and data; null makes none.
+        eagle_training: how the EAGLE layer is trained.
         joint: how trunk and heads are trained together after that; null leaves the trunk as it is.
         evaluation: held-out evaluation.
         calibration: choice of the tree.
@@ -156,8 +161,11 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     trunk: TrunkConfig = field(default_factory=TrunkConfig)
     trunk_training: Training = field(default_factory=Training)
-    heads: HeadsConfig = field(default_factory=HeadsConfig)
+    own_text: OwnText | None = None
+    heads: HeadsConfig | None = field(default_factory=HeadsConfig)
     heads_training: HeadsTraining = field(default_factory=HeadsTraining)
+    eagle: EagleConfig | None = None
+    eagle_training: EagleTraining = field(default_factory=EagleTraining)
     joint: JointTraining | None = None
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
@@ -173,13 +181,43 @@ class TrainConfig:
         if (self.trunk.name is None) == (self.data.tokenizer == "trunk"):
             way = "char or bpe for a new trunk" if self.trunk.name is None else "trunk: this trunk has its own"
             raise UserError(f"data.tokenizer={self.data.tokenizer!r}: use {way}")
-        if self.data.block < self.heads.num + 2:
+        self._check_drafters()
+        if self.own_text is not None:
+            self.own_text.new_tokens(self.data.block)
+        if self.trunk.new is not None:
+            self.check_context(self.trunk.new.context)
+
+    def _check_drafters(self) -> None:
+        """Refuse a run that makes nothing to draft with, or what can't be made together."""
+        if self.heads is None and self.eagle is None:
+            raise UserError("heads=null and eagle=null: nothing would draft; give heads, an EAGLE layer, or both")
+        if self.joint is not None and self.heads is None:
+            raise UserError("joint with heads=null: it trains trunk and heads together; give heads, or leave joint out")
+        if self.joint is not None and self.eagle is not None:
+            raise UserError(
+                "eagle with joint: that changes the trunk, and the layer is made for one that stays; leave one out, or"
+                " train the layer in a run of its own with trunk.name=RUN/merged"
+            )
+        if self.own_text is not None and self.joint is not None and self.joint.trunk_loss == "text":
+            raise UserError(
+                "own_text with joint.trunk_loss=text: the trunk would learn what it says itself; set that to teacher,"
+                " or leave own_text out"
+            )
+        if self.heads is not None and self.data.block < self.heads.num + 2:
             raise UserError(
                 f"data.block={self.data.block} and heads.num={self.heads.num}: the last head predicts"
                 f" {self.heads.num + 1} tokens ahead, so make the block at least {self.heads.num + 2}"
             )
-        if self.trunk.new is not None:
-            self.check_context(self.trunk.new.context)
+        if self.eagle is not None and self.eagle.version == 3 and self.eagle_training.feature_weight:
+            raise UserError(
+                f"eagle_training.feature_weight={self.eagle_training.feature_weight} with eagle.version=3: its states"
+                " are its own and not to be the trunk's; set it to 0, or take version 1"
+            )
+        if self.eagle is not None and self.data.block < (least := self.eagle_training.passes + 2):
+            raise UserError(
+                f"data.block={self.data.block} and eagle_training.passes={self.eagle_training.passes}: the last pass"
+                f" predicts {least - 1} tokens ahead, so make the block at least {least}"
+            )
 
     def check_context(self, context: int) -> None:
         """Refuse rows or evaluated texts that a trunk of this context can't take."""

@@ -63,13 +63,18 @@ class Tally:
         self.cut += line["finish"] == "length"
         self._repeated += line["repeated"]
 
+    @property
+    def repeated(self) -> float:
+        """The mean share of an answer's 4-grams that came before in it."""
+        return self._repeated / max(self.examples, 1)
+
     def text(self) -> str:
         """What there is, and of which quality."""
         if not self.examples:
             return "no answers"
         return (
             f"{self.examples:,} answers, {self.tokens:,} tokens, {self.cut / self.examples:.1%} cut at the limit,"
-            f" {self._repeated / self.examples:.1%} of 4-grams repeated"
+            f" {self.repeated:.1%} of 4-grams repeated"
         )
 
 

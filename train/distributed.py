@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from medusa.errors import UserError
+from medusa.launch import FAULT, WRONG_INPUT, Elsewhere, first_to_end, launched, speaks
 from medusa.machine import pick_device
 
 from .checkpoints import Saved
 from .config import TrainConfig
 from .interrupt import Interrupted
-from .launch import WRONG_INPUT, Elsewhere, launched, speaks
 from .training import JointTraining, Training
 from .zero import held_in_parts, kind_of, on_cpu, read_settings, started
 
@@ -34,8 +34,7 @@ Result = TypeVar("Result")
 # How long one waits for another, which may be at an evaluation or a calibration. That a process is gone is noticed by
 # what started it, not by this.
 PATIENCE = timedelta(days=2)
-ENDED = "ended"  # the key under which the first process to fail leaves its exit code and rank
-FAULT, SIGNAL = 1, 128  # exit codes; a signal's number is added
+SIGNAL = 128  # exit code; a signal's number is added
 
 
 @dataclass
@@ -216,7 +215,7 @@ def joined(config: TrainConfig) -> Iterator[Group]:
         with nullcontext() if settings is None else started(device):
             yield group
     except BaseException as error:
-        first = _first_to_end(store, group.rank, _exit_code(error))
+        first = first_to_end(store, group.rank, _exit_code(error))
         if device.type == "cpu":  # gloo's threads would abort the exit; nccl may wait here for those who are gone
             dist.destroy_process_group()
         if first is None:
@@ -268,13 +267,3 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, UserError):
         return WRONG_INPUT
     return SIGNAL + error.number if isinstance(error, Interrupted) else FAULT
-
-
-def _first_to_end(store: dist.Store, rank: int, code: int) -> int | None:
-    """None if this process is the first to fail, else the exit code of the one that was."""
-    mine = f"{code} {rank}"
-    try:
-        first = store.compare_set(ENDED, "", mine).decode()
-    except (RuntimeError, OSError):  # the store has gone with the process that kept it
-        return code
-    return None if first == mine else int(first.split()[0])

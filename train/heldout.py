@@ -5,7 +5,7 @@ Dimensions: B batch, T time, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,8 +85,12 @@ def judge(heads: MedusaHeads, held: Continuations, nodes: int) -> tuple[Topology
     head's first guess, or one of its first five, is right.
     """
     grown_on, judged_on = held.halves()
-    tree = grow(head_ranks(heads, grown_on), nodes)
-    ranks = head_ranks(heads, judged_on)
+    return judge_ranks(head_ranks(heads, grown_on), head_ranks(heads, judged_on), nodes)
+
+
+def judge_ranks(grown_on: Sequence[Tensor], ranks: Sequence[Tensor], nodes: int) -> tuple[Topology, dict[str, Any]]:
+    """:func:`judge` by the ranks of true tokens in both halves, whatever drafts."""
+    tree = grow(grown_on, nodes)
     return tree, {
         "tokens_per_step": tokens_per_step(tree, ranks),
         "acceptance": acceptance(tree, ranks),

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from medusa.calibrate import Continuations, continuations
 from medusa.machine import pick_device, pick_threads
 from medusa.progress import progress
 from medusa.trunk import Trunk
+from medusa.vocabulary import draft_vocabulary, token_counts
 
 from . import continued
 from .checkpoints import Saved, to_disk, told
@@ -22,6 +24,7 @@ from .config import TrainConfig, Training
 from .distributed import Group
 from .follow import follow
 from .interrupt import Interruption
+from .own_text import own_rows
 from .record import AGAIN, HELD, RunRecord
 from .text import Corpus
 from .tracking import RunLog
@@ -140,6 +143,21 @@ class Job:
         """Remove the file of the continuations, which a run that is made needs no more."""
         (self.folder / HELD).unlink(missing_ok=True)
 
+    def draft_ids(self, stage: str, size: int | None, trunk: Trunk, rows: Any) -> Tensor | None:
+        """The ``size`` tokens that a stage's result drafts from, the most frequent ones of what ``rows`` supervise.
+
+        Raises:
+            UserError: more than the tokenizer has, or fewer than the special tokens that occur.
+        """
+        if size is None:
+            return None
+        texts = (row.get("labels", row["input_ids"]) for row in (rows[index] for index in range(len(rows))))
+        counts_V = token_counts(texts, trunk.vocab_size)
+        ids = draft_vocabulary(trunk, counts_V, size, f"{stage}.vocab")
+        covered = counts_V[ids].sum() / counts_V.sum().clamp(min=1)
+        self.report(f"{stage}: drafts from {size:,} tokens, which are {covered:.1%} of the text")
+        return ids
+
     def rows(self, stage: str, training: Training) -> Any:
         """The rows to train a stage on.
 
@@ -147,6 +165,8 @@ class Job:
             UserError: data that can't be trained on, or a stage that these processes can't train.
         """
         self.group.check(stage, training)
+        if self.config.own_text is not None and stage != "trunk":
+            return own_rows(self, training.steps * training.batch)
         return self.group.in_turn(lambda: self.corpus.training_rows(training.steps, training.batch))
 
     def settings(self, *names: str) -> dict[str, Any]:
@@ -154,6 +174,8 @@ class Job:
         parts = {name: value for name, value in asdict(self.config).items() if name in names}
         if "data" in parts:
             parts["data"].pop("path")  # a local copy of a corpus is the same corpus
+        if parts.get("own_text"):
+            parts["own_text"].pop("batch")  # changes what is said by rounding alone
         for name in parts:
             if isinstance(getattr(self.config, name), Training):
                 parts[name] = {key: value for key, value in parts[name].items() if key not in SAVING}

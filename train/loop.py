@@ -151,8 +151,11 @@ class TrunkTrainer(StageTrainer):
         return pair_mask(batch.get("labels", batch["input_ids"]), batch["segments"], -1).sum()
 
 
-class HeadsTrainer(StageTrainer):
-    """Trains heads on a frozen trunk (Medusa-1; Cai et al. 2024, section 2.2.1)."""
+class DraftTrainer(StageTrainer):
+    """Trains what drafts for a frozen trunk, and sums up how well it guesses, head by head or depth by depth."""
+
+    summed = "head_loss"  # the name of the losses in the log
+    also: tuple[str, ...] = ()  # names of what else is summed up
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -160,15 +163,55 @@ class HeadsTrainer(StageTrainer):
         if self.group.deepspeed is not None:
             keep_together(self.model)
 
+    @property
+    def drafts(self) -> Any:
+        """What drafts: it knows its trunk and its draft vocabulary."""
+        raise NotImplementedError
+
     def beside(self) -> list[object]:
         """The trunk."""
-        return [self.model.heads.trunk]
+        return [self.drafts.trunk]
 
     def trunk_speed(self) -> float | None:
         """Measured on the first batch; the first forward warms up."""
         batch = self.first_batch()
         times = [seconds(lambda: self.model.read(batch["input_ids"], batch["segments"])) for _ in range(1 + TRIALS)]
         return self.accelerator.num_processes * batch["input_ids"].numel() / median(times[1:])
+
+    def count(self, output: HeadLoss, *also: Tensor) -> None:
+        """Add to the sums that the log's next line is made of."""
+        counts = output.counts_K, output.top1_K, output.top5_K, output.outside_K, *also
+        self._sums.append(torch.stack([output.loss_sums_K.detach(), *counts]).double())
+
+    def counters(self) -> dict[str, Any]:
+        """The sums too."""
+        return super().counters() | {"sums": self.pooled(self._sums)}
+
+    def restore(self, saved: Saved) -> None:
+        """The sums too."""
+        super().restore(saved)
+        self._sums = self.own_part(saved.counters["sums"])
+
+    def figures(self) -> dict[str, Any]:
+        """Loss, top-1 and top-5 per head or depth, and the share of targets outside its draft vocabulary."""
+        loss_K, count_K, top1_K, top5_K, outside_K, *also = self.group.sum(torch.stack(self._sums).sum(0))
+        self._sums.clear()
+        pairs = count_K.clamp(min=1)
+        figures = {self.summed: loss_K / pairs, "top1": top1_K / pairs, "top5": top5_K / pairs}
+        if self.drafts.draft_ids is not None:
+            figures["outside"] = outside_K / pairs
+        figures |= {name: sum_K / pairs for name, sum_K in zip(self.also, also, strict=True)}
+        return {name: value.tolist() for name, value in figures.items()}
+
+
+class HeadsTrainer(DraftTrainer):
+    """Trains heads on a frozen trunk (Medusa-1; Cai et al. 2024, section 2.2.1)."""
+
+    @property
+    def drafts(self) -> MedusaHeads:
+        """The heads."""
+        heads: MedusaHeads = self.model.heads
+        return heads
 
     def try_step(self) -> None:
         """As every stage's, with the trunk's forward in it and no states kept."""
@@ -179,8 +222,8 @@ class HeadsTrainer(StageTrainer):
             self.model.states = states
 
     def vocabulary(self) -> Iterable[Tensor]:
-        """The heads' own projections."""
-        return [head.projection.weight for head in self.model.heads.heads if head.projection is not None]
+        """The heads' own projections, and their biases."""
+        return self.drafts.vocabulary()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -191,31 +234,7 @@ class HeadsTrainer(StageTrainer):
         # Processes' gradients are averaged.
         return self.accelerator.num_processes * output.total(counts_K=num_items_in_batch)
 
-    def count(self, output: HeadLoss) -> None:
-        """Add to the sums that the log's next line is made of."""
-        counts = output.counts_K, output.top1_K, output.top5_K, output.outside_K
-        self._sums.append(torch.stack([output.loss_sums_K.detach(), *counts]).double())
-
     def supervised(self, batch: dict[str, Tensor]) -> Tensor:
         """Pairs of each head [K]."""
         labels_BT = batch.get("labels", batch["input_ids"])
-        return count_pairs(labels_BT, batch["segments"], self.model.heads.config.num)
-
-    def counters(self) -> dict[str, Any]:
-        """The sums per head too."""
-        return super().counters() | {"sums": self.pooled(self._sums)}
-
-    def restore(self, saved: Saved) -> None:
-        """The sums per head too."""
-        super().restore(saved)
-        self._sums = self.own_part(saved.counters["sums"])
-
-    def figures(self) -> dict[str, Any]:
-        """Loss, top-1 and top-5 per head, and the share of targets outside its draft vocabulary."""
-        loss_K, count_K, top1_K, top5_K, outside_K = self.group.sum(torch.stack(self._sums).sum(0))
-        self._sums.clear()
-        pairs = count_K.clamp(min=1)
-        figures = {"head_loss": loss_K / pairs, "top1": top1_K / pairs, "top5": top5_K / pairs}
-        if self.model.heads.draft_ids is not None:
-            figures["outside"] = outside_K / pairs
-        return {name: value.tolist() for name, value in figures.items()}
+        return count_pairs(labels_BT, batch["segments"], self.drafts.config.num)

@@ -142,7 +142,8 @@ def multi_head_loss(
     hidden_MD, labels_M = hidden_BTD.flatten(0, 1), labels_BT.flatten()
     columns_M = heads.columns(labels_M)
     with torch.no_grad():  # once for all heads: as large as the states
-        embedded_ME = heads.embed(ids_BT.flatten())
+        ids_M = ids_BT.flatten()
+        embedded_ME = heads.embed(ids_M)
     sums, counts, hits, outside = [], [], [], []
     for head in range(num):
         index_N = pair_mask(labels_BT, segments_BT, head).flatten().nonzero()[:, 0]
@@ -150,7 +151,7 @@ def multi_head_loss(
         counts.append(index_N.numel())
         outside.append(index_N.numel() - inside_N.sum())
         index_N = index_N[inside_N] if taught is None else index_N
-        work = _Work(heads, head, embedded_ME, columns_M, taught, acceptance, index_N, chunk)
+        work = _Work(heads, head, ids_M, embedded_ME, columns_M, taught, acceptance, index_N, chunk)
         loss, hit = _GradientsInForward.apply(work, torch.is_grad_enabled(), hidden_MD, *heads.heads[head].parameters())
         sums.append(loss)
         hits.append(hit)
@@ -190,6 +191,7 @@ class _Work:
 
     heads: MedusaHeads
     head: int
+    ids_M: Tensor
     embedded_ME: Tensor
     columns_M: Tensor
     teacher: Teacher | None
@@ -203,7 +205,8 @@ class _Work:
         if reads := self.heads.config.reads(self.head):
             offsets = torch.arange(1, reads + 1, device=index_C.device)
             context = self.heads.context(self.head, self.embedded_ME[index_C[:, None] + offsets])
-        return self.heads.logits(self.head, self.heads.features(self.head, hidden_CD, context))
+        logits_CV = self.heads.logits(self.head, self.heads.features(self.head, hidden_CD, context))
+        return self.heads.behind(self.head, logits_CV, self.ids_M[index_C + 1 + self.head])
 
     def score(self, logits_CV: Tensor, index_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sum of the losses, hits [2] at top-1 and top-5, and the gradient [C, V] of the sum.

@@ -10,11 +10,12 @@ Dimensions: C pairs of a chunk, D hidden, M tokens of the flattened batch, V the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from medusa.heads import MedusaHeads
+from medusa.trunk import Trunk
 
 
 def hard(law_CV: Tensor, column_C1: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,16 +50,31 @@ def overlap(law_CV: Tensor, p_CV: Tensor) -> tuple[Tensor, Tensor]:
     return -a_C1.log().sum(), q_CV
 
 
+class Drafts(Protocol):
+    """What a teacher needs of what it teaches: heads, or an EAGLE layer."""
+
+    @property
+    def trunk(self) -> Trunk:
+        """The trunk that it drafts for."""
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """The tokens that it drafts; None for all."""
+
+    def trunk_rows(self) -> tuple[Tensor, Tensor | None] | tuple[()]:
+        """The rows of the trunk's projection for those tokens (see :meth:`medusa.heads.MedusaHeads.trunk_rows`)."""
+
+
 @dataclass(frozen=True)
 class Teacher:
-    """The trunk's law after each token of a batch, over the tokens that heads draft.
+    """The trunk's law after each token of a batch, over the tokens that are drafted.
 
-    ``rows`` is their :meth:`medusa.heads.MedusaHeads.trunk_rows`. The logits are either there, ``logits_MV``, or made
+    ``rows`` is :meth:`Drafts.trunk_rows`. The logits are either there, ``logits_MV``, or made
     of the trunk's states ``states_MD``, a few at a time. ``total_M`` is the logarithm of the sum of their exponentials
     over the whole vocabulary.
     """
 
-    heads: MedusaHeads
+    drafts: Drafts
     rows: tuple[Tensor, Tensor | None] | tuple[()]
     logits_MV: Tensor | None
     states_MD: Tensor | None
@@ -66,25 +82,25 @@ class Teacher:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, heads: MedusaHeads, logits_MV: Tensor | None, states_MD: Tensor | None, chunk: int) -> Teacher:
+    def of(cls, drafts: Drafts, logits_MV: Tensor | None, states_MD: Tensor | None, chunk: int) -> Teacher:
         """A teacher of logits [M, all tokens], or else of states [M, D]; ``chunk`` rows of logits exist at a time."""
         given = states_MD if logits_MV is None else logits_MV
         assert given is not None
         totals = []
         for part in given.split(chunk):
-            logits = heads.trunk.project(part) if logits_MV is None else part
+            logits = drafts.trunk.project(part) if logits_MV is None else part
             totals.append(_wide(logits).logsumexp(-1))
-        return cls(heads, heads.trunk_rows(), logits_MV, states_MD, torch.cat(totals))
+        return cls(drafts, drafts.trunk_rows(), logits_MV, states_MD, torch.cat(totals))
 
     def law(self, index_C: Tensor) -> Tensor:
         """The laws [C, V] after the tokens at ``index_C``, at least in fp32. To be called without gradients."""
         if self.logits_MV is None:
             assert self.states_MD is not None
-            logits_CV = self.heads.trunk.project(self.states_MD[index_C], *self.rows)
-        elif self.heads.draft_ids is None:
+            logits_CV = self.drafts.trunk.project(self.states_MD[index_C], *self.rows)
+        elif self.drafts.draft_ids is None:
             logits_CV = self.logits_MV[index_C]
         else:
-            logits_CV = self.logits_MV[index_C[:, None], self.heads.draft_ids]
+            logits_CV = self.logits_MV[index_C[:, None], self.drafts.draft_ids]
         return _wide(logits_CV).sub_(self.total_M[index_C, None]).exp_()  # each of the three has made new logits
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from .config import NewTrunk, TrainConfig, Training
 from .newtrunk import is_missing, llama_config, maker_of
 from .record import RunRecord
-from .sizes import head_parameters, read_trunk, tell
+from .sizes import head_parameters, layer_parameters, read_trunk, tell
 
 
 def plan(config: TrainConfig) -> list[str]:
@@ -23,12 +23,22 @@ def plan(config: TrainConfig) -> list[str]:
         maker = maker_of(trunk.name) if is_missing(trunk.name) else None
         size = f", {sizes.parameters:,} parameters" if sizes else ""
         lines.append(f"trunk        {trunk.name}{size}{f' (make it first: {maker})' if maker else ''}")
-    heads, size = config.heads, f", {sum(head_parameters(config, sizes)):,} parameters" if sizes else ""
-    lines.append(f"heads        {heads.num} of kind {heads.kind}, {heads.projection} projection{size}")
-    lines.append(f"             {_effort(config.heads_training, config)}")
+    if (own := config.own_text) is not None:
+        tokens = own.new_tokens(config.data.block)
+        lines.append(f"text         the trunk's own, {own.prompts:,} beginnings of {own.prompt_tokens} tokens")
+        lines.append(f"             {tokens} tokens each, {own.prompts * tokens:,} in all")
+    if (heads := config.heads) is not None:
+        size = f", {sum(head_parameters(config, sizes)):,} parameters" if sizes else ""
+        lines.append(f"heads        {heads.num} of kind {heads.kind}, {heads.projection} projection{size}")
+        lines.append(f"             {_effort(config.heads_training, config)}")
     if config.joint is not None:
         lines.append(f"joint        the heads, and the trunk through an adapter of rank {config.joint.rank}")
         lines.append(f"             {_effort(config.joint, config)}")
+    if config.eagle is not None:
+        size = f", {sum(layer_parameters(config, sizes)):,} parameters" if sizes else ""
+        passes = f"{config.eagle_training.passes} passes"
+        lines.append(f"eagle        a layer of version {config.eagle.version}, {passes}{size}")
+        lines.append(f"             {_effort(config.eagle_training, config)}")
     lines.append(f"calibration  trees of {', '.join(map(str, config.calibration.sizes))} nodes")
     if sizes is not None:
         lines.extend(tell(config, sizes))

@@ -13,11 +13,13 @@ from typing import Any
 
 import medusa
 from medusa.checkpoint import CALIBRATION, CONFIG, LOG, MANIFEST, RUN, TREE, WEIGHTS, read_manifest
+from medusa.eagle import EagleConfig
+from medusa.eagle_files import EAGLE, EAGLE_WEIGHTS, PLACE
 from medusa.errors import UserError
 from medusa.files import read_json, write_json, write_text
 from medusa.machine import describe
 
-from .checkpoints import FOLDER, Checkpoints, Saved, writing
+from .checkpoints import FOLDER, Checkpoints, Saved, vanish, writing
 from .config import TrainConfig, flatten
 from .training import JointTraining
 
@@ -25,6 +27,7 @@ TRUNK = "trunk"  # the folder of a trunk made here
 MEDUSA_1 = "medusa-1"  # that of the heads as they were before a joint stage, a checkpoint by itself
 MERGED = "merged"  # that of the trunk as a joint stage leaves it
 HELD = "continuations.safetensors"  # of held-out prompts, until the run is made
+OWN = "own-text"  # the folder of the trunk's own text, as one of `medusa distill`
 AGAIN = "make room there, and run the same command again"
 
 LEFT = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # how medusa.files names what is not whole yet
@@ -32,10 +35,25 @@ LEFT = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # how medusa.files names what is not 
 # In the order in which they run, with the files that each one leaves.
 STAGES: dict[str, tuple[str, ...]] = {
     "trunk": (f"{TRUNK}/config.json", f"{TRUNK}/model.safetensors"),
+    "text": (f"{OWN}/answers.jsonl", f"{OWN}/meta.json"),
     "heads": (MANIFEST, WEIGHTS, TREE),
     "joint": (f"{MERGED}/config.json", MANIFEST, WEIGHTS, TREE),
+    "eagle": (f"{PLACE}/{EAGLE}", f"{PLACE}/{EAGLE_WEIGHTS}", f"{PLACE}/{TREE}"),
     "calibration": (TREE, CALIBRATION),
 }
+OPTIONAL = {
+    "text": "--own_text.prompts",
+    "heads": "--heads.kind",
+    "joint": "--joint.steps",
+    "eagle": "--eagle.version",
+}
+APART = {"heads": ("eagle",), "joint": ("eagle",)}  # stages that come later and do not rest on these
+
+
+def resting(stage: str) -> list[str]:
+    """A stage, and those after it that rest on it."""
+    order = list(STAGES)
+    return [later for later in order[order.index(stage) :] if later not in APART.get(stage, ())]
 
 
 class RunRecord:
@@ -60,10 +78,10 @@ class RunRecord:
                 f"{self.folder} holds heads for trunk {read_manifest(self.folder).trunk} that no {RUN} tells the making"
                 " of: choose another folder with --run, or replace them with `--fresh heads`"
             )
-        if fresh == "joint" and config.joint is None:
-            raise UserError("`--fresh joint`: this recipe has no joint stage: give one by --joint.steps, say")
-        self._order = list(STAGES)
-        self._anew = self._order.index(fresh) if fresh else len(STAGES)
+        for stage, way in OPTIONAL.items():
+            if fresh == stage and getattr(config, way.removeprefix("--").partition(".")[0]) is None:
+                raise UserError(f"`--fresh {stage}`: this recipe has no {stage} stage: give one by {way}, say")
+        self._anew = set(resting(fresh)) if fresh else set[str]()
 
     def is_made(self, stage: str, settings: Mapping[str, Any]) -> bool:
         """Whether the stage's result is there and valid.
@@ -72,9 +90,11 @@ class RunRecord:
             UserError: it is there, but was made with other settings.
         """
         done = self.stages.get(stage)
-        if self._order.index(stage) >= self._anew or done is None:
+        if stage in self._anew or done is None:
             return False
         if not (self._has(self._files(stage)) or self._has(STAGES[stage])):
+            return False
+        if stage == "calibration" and not self._covers(done["result"]):
             return False
         if change := difference(done["settings"], settings):
             raise UserError(
@@ -83,6 +103,10 @@ class RunRecord:
             )
         return self._has(self._files(stage))
 
+    def is_anew(self, stage: str) -> bool:
+        """Whether the stage is to be made anew, whatever is there."""
+        return stage in self._anew
+
     @property
     def heads_folder(self) -> Path:
         """Where the heads stage's result goes: apart, if a joint stage follows it."""
@@ -90,8 +114,16 @@ class RunRecord:
 
     def _files(self, stage: str) -> tuple[str, ...]:
         """What the stage leaves in this run."""
+        if stage == "calibration":
+            of_heads = () if self.config.heads is None else STAGES[stage]
+            return of_heads + (() if self.config.eagle is None else (f"{PLACE}/{TREE}", f"{PLACE}/{CALIBRATION}"))
         apart = stage == "heads" and self.config.joint is not None
         return tuple(f"{MEDUSA_1}/{name}" for name in STAGES[stage]) if apart else STAGES[stage]
+
+    def _covers(self, trees: Mapping[str, Any]) -> bool:
+        """Whether a calibration chose trees for all that drafts in this run."""
+        config = self.config
+        return (config.heads is None or "nodes" in trees) and (config.eagle is None or "eagle" in trees)
 
     def _has(self, files: tuple[str, ...]) -> bool:
         return all((self.folder / name).is_file() for name in files)
@@ -106,7 +138,7 @@ class RunRecord:
         Raises:
             UserError: it was made with other settings, or can't be read.
         """
-        if self._order.index(stage) >= self._anew:
+        if stage in self._anew:
             return None
         saved = self.checkpoints(stage).newest()
         if saved is not None and (change := difference(saved.settings, settings)):
@@ -117,17 +149,21 @@ class RunRecord:
         return saved
 
     def begin(self, stage: str, saved: Saved | None = None) -> None:
-        """Forget this stage, unless it goes on from ``saved``, and those after it, which rest on it.
+        """Forget this stage, unless it goes on from ``saved``, and those that rest on it.
 
         Also writes down who makes it now, and clears what a killed process was writing.
         """
-        start = self._order.index(stage)
-        self._anew = min(self._anew, start)
+        self._anew.update(resting(stage))
         with self._writing():
-            for later in self._order[start:]:
+            for later in resting(stage):
                 self.stages.pop(later, None)
                 if later != stage or saved is None:
                     self.checkpoints(later).remove()
+            if stage == "trunk":
+                vanish(self.folder / OWN)
+            if stage == "eagle":
+                (self.folder / PLACE).mkdir(parents=True, exist_ok=True)
+                sweep(self.folder / PLACE)
             for folder in {self.folder, self.heads_folder}:
                 folder.mkdir(parents=True, exist_ok=True)
                 sweep(folder)
@@ -181,13 +217,14 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _defaults() -> dict[str, Any]:
+    optional = {"joint": JointTraining(), "eagle": EagleConfig()}
     parts = {each.name: each.default_factory() for each in fields(TrainConfig) if each.default_factory is not MISSING}
-    return flatten(_plain({name: asdict(part) for name, part in (parts | {"joint": JointTraining()}).items()}))
+    return flatten(_plain({name: asdict(part) for name, part in (parts | optional).items()}))
 
 
 def sweep(folder: Path) -> None:
     """Remove what killed processes were writing when they were killed (see medusa.files)."""
-    names = {CONFIG, RUN, LOG, HELD, *(name for files in STAGES.values() for name in files)}
+    names = {CONFIG, RUN, LOG, HELD, *(Path(name).name for files in STAGES.values() for name in files)}
     for path in folder.glob(".*"):
         found = LEFT.fullmatch(path.name)
         if found and found[1] in names and path.is_file():

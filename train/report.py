@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa import plots
-from medusa.checkpoint import CALIBRATION, LOG, RUN, TREE, read_tree
+from medusa.checkpoint import LOG, RUN
 from medusa.curveplots import curve
 from medusa.curves import BEST, Panel, is_number, panels, read_log, stages
 from medusa.errors import UserError
 from medusa.files import read_json
 from medusa.progress import clock_time
 from medusa.tables import Table
-from medusa.tree import Topology
 
 from .config import flatten
-from .record import MEDUSA_1, STAGES
+from .record import STAGES
 from .report_bench import OURS, read_pictures, read_words
+from .report_tree import Drafts, drafts_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,17 +92,6 @@ class Run:
             )
         return cls(folder, name, events, broken, read_json(folder / RUN) if (folder / RUN).is_file() else {})
 
-    @cached_property
-    def calibration(self) -> dict[str, Any] | None:
-        """The trees that were tried, if they were."""
-        return read_json(self.folder / CALIBRATION) if (self.folder / CALIBRATION).is_file() else None
-
-    @cached_property
-    def tree(self) -> Topology | None:
-        """The tree that the heads draft with, or were judged by last."""
-        places = [self.folder, self.folder / MEDUSA_1]
-        return next((read_tree(place) for place in places if (place / TREE).is_file()), None)
-
     @property
     def made(self) -> dict[str, Any]:
         """The record of the stages that are made."""
@@ -110,19 +99,9 @@ class Run:
         return found
 
     @cached_property
-    def shares(self) -> list[float] | None:
-        """The share of steps that accept each node of the tree, where calibration has counted them."""
-        shares = (self.calibration or {}).get("node_share")
-        return shares if shares and self.tree is not None and len(shares) == self.tree.size else None
-
-    @cached_property
-    def best(self) -> dict[str, Any] | None:
-        """The evaluation that the heads were kept by: of the last stage that has any, the one with the most tokens."""
-        found = [event for event in self.events if is_number(event.get(BEST))]
-        found = [event for event in found if event["stage"] == found[-1]["stage"]]
-        kept = self.made.get(found[-1]["stage"], {}).get("result", {}).get("step") if found else None
-        of_kept = [event for event in found if event["step"] == kept]
-        return max(of_kept or found, key=lambda event: event[BEST], default=None)
+    def drafts(self) -> list[Drafts]:
+        """What it drafts with."""
+        return drafts_of(self.folder, self.events, self.made)
 
     def steps(self, stage: str) -> int | None:
         """How many steps a stage is to take, if the record says so."""
@@ -167,14 +146,13 @@ def curves_of(runs: Sequence[Run]) -> list[Panel]:
 def facts(run: Run) -> list[tuple[str, str]]:
     """The few figures that one looks for first: a value and what it is."""
     found = []
-    if run.best is not None:
-        found.append(
-            (f"{run.best[BEST]:.2f}", f"tokens per step, after step {run.best['step']} of {run.best['stage']}")
-        )
-    if run.calibration is not None:
-        chosen = run.calibration["chosen"]
-        found.append((f"{chosen['nodes']}", f"nodes in the tree, {chosen['depth']} deep"))
-        found.append((f"{chosen['tokens_per_second']:.0f}", "tokens/s expected on the machine calibrated for"))
+    for drafts in run.drafts:
+        if (best := drafts.best) is not None:
+            found.append((f"{best[BEST]:.2f}", f"tokens per step, after step {best['step']} of {best['stage']}"))
+        if drafts.calibration is not None:
+            chosen = drafts.calibration["chosen"]
+            found.append((f"{chosen['nodes']}", f"nodes in the tree, {chosen['depth']} deep"))
+            found.append((f"{chosen['tokens_per_second']:.0f}", "tokens/s expected on the machine calibrated for"))
     losses = [event["heldout_loss"] for event in run.events if is_number(event.get("heldout_loss"))]
     if losses:
         found.append((f"{losses[-1]:.3f}", "trunk's held-out loss, nats per token"))
@@ -191,7 +169,8 @@ def sections(runs: Sequence[Run], drawn: Sequence[Panel]) -> Iterator[Section]:
         yield Section(f"Training: {stage}", [Picture.of(f"{stage}-{panel.key}", curve(panel)) for panel in own])
     for place, run in enumerate(runs):
         prefix = "" if len(runs) == 1 else f"{place + 1}-"
-        yield tree_section(run, _title(runs, run, "Tree"), prefix)
+        for drafts in run.drafts:
+            yield tree_section(drafts, _title(runs, run, drafts.title), f"{prefix}{drafts.mark}")
         if (words := read_words(run.folder)) is not None:
             found = [Picture.made(name, content) for name, content in read_pictures(run.folder).items()]
             yield Section(_title(runs, run, "Benchmark"), found, *words)
@@ -218,25 +197,23 @@ def stage_table(run: Run) -> Table:
     return Table("", ["stage", "state", "steps", "time", "finished", "result"], rows)
 
 
-def tree_section(run: Run, title: str, prefix: str) -> Section:
+def tree_section(drafts: Drafts, title: str, prefix: str) -> Section:
     """The tree, what its depths add, and what sizes were tried."""
-    pictures, found, lines = [], [], []
-    if run.tree is not None:
-        pictures.append(Picture.of(f"{prefix}calibration-tree", plots.tree(run.tree, run.shares)))
-    if run.tree is not None and run.shares is not None:
-        depths = plots.depth_shares(run.tree, run.shares)
+    pictures, found, lines, best = [], [], [], drafts.best or {}
+    if drafts.tree is not None:
+        pictures.append(Picture.of(f"{prefix}-tree", plots.tree(drafts.tree, drafts.shares)))
+    if drafts.tree is not None and drafts.shares is not None:
+        depths = plots.depth_shares(drafts.tree, drafts.shares)
         lines.append("Acceptance is that of calibration: on the half of the held-out continuations that judges trees.")
     else:
-        depths = list(accumulate((run.best or {}).get("acceptance", []), mul))
+        depths = list(accumulate(best.get("acceptance", []), mul))
         if depths:
-            lines.append(
-                f"Acceptance is that of the best evaluation in training, after step {(run.best or {})['step']}."
-            )
+            lines.append(f"Acceptance is that of the best evaluation in training, after step {best['step']}.")
     if depths:
-        pictures.append(Picture.of(f"{prefix}calibration-acceptance", plots.acceptance(depths)))
-    if run.calibration is not None:
-        pictures.append(Picture.of(f"{prefix}calibration-cost", plots.cost_curve(run.calibration)))
-        rows = run.calibration["rows"]
+        pictures.append(Picture.of(f"{prefix}-acceptance", plots.acceptance(depths)))
+    if drafts.calibration is not None:
+        pictures.append(Picture.of(f"{prefix}-cost", plots.cost_curve(drafts.calibration)))
+        rows = drafts.calibration["rows"]
         found.append(Table("Sizes tried", [key.replace("_", " ") for key in rows[0]], [_row(row) for row in rows]))
     if not pictures:
         lines.append("No heads have been evaluated yet.")

@@ -1,7 +1,8 @@
 """What a run's training takes, from the trunk's configuration alone: nothing is downloaded, and no weights are made.
 
-Trunk and heads are built on torch's meta device, by the classes that build the real ones. GB are 10^9 bytes. What is
-counted are tensors whose size is known: not the trunk's activations, nor what an allocator or DeepSpeed's buffers add.
+Trunk, heads and an EAGLE layer are built on torch's meta device, by the classes that build the real ones. GB are 10^9
+bytes. What is counted are tensors whose size is known: not the trunk's activations, nor what an allocator or
+DeepSpeed's buffers add.
 
 Symbols: c bytes of a number as heads compute, w of one as their weights are trained, P trained parameters.
 """
@@ -9,20 +10,23 @@ Symbols: c bytes of a number as heads compute, w of one as their weights are tra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from medusa.eagle import EagleConfig, eagle_sizes
+from medusa.eagle_block import Body, EagleSizes
 from medusa.family import text_config
 from medusa.heads import HeadSizes, new_head
+from medusa.launch import processes
 from medusa.loading import LOADING_ERRORS
 
 from .config import TrainConfig, TrunkConfig
-from .launch import processes
 from .lora import chosen_layers
 from .loss import default_chunk
 from .states import record_bytes
@@ -53,6 +57,21 @@ class TrunkSizes:
         vocab = text_config(self.model.config).vocab_size
         return HeadSizes(output.weight.shape[-1], embedding, vocab, output.bias is not None)
 
+    def for_eagle(self, config: EagleConfig) -> EagleSizes:
+        """What the size of an EAGLE layer depends on.
+
+        Raises:
+            UserError: layers that the trunk lacks, or sizes that make no such layer.
+        """
+        meta = torch.device("meta")
+        facts: Any = SimpleNamespace(
+            config=text_config(self.model.config),
+            hidden_size=self.for_heads.hidden,
+            device=meta,
+            embed=self.model.get_input_embeddings(),
+        )
+        return eagle_sizes(config, facts)
+
 
 def read_trunk(trunk: TrunkConfig) -> TrunkSizes | None:
     """The sizes of a named trunk; None where its configuration is not in reach, or not that of a language model."""
@@ -82,8 +101,24 @@ def head_parameters(config: TrainConfig, trunk: TrunkSizes) -> list[int]:
     Raises:
         UserError: a rank beyond the projection's.
     """
+    heads = config.heads
+    if heads is None:
+        return []
     with torch.device("meta"):
-        return [count(new_head(config.heads, index, trunk.for_heads)) for index in range(config.heads.num)]
+        return [count(new_head(heads, index, trunk.for_heads)) for index in range(heads.num)]
+
+
+def layer_parameters(config: TrainConfig, trunk: TrunkSizes) -> list[int]:
+    """Parameters of an EAGLE layer: of its vocabulary projection, 0 where it uses the trunk's, and of the rest."""
+    eagle = config.eagle
+    if eagle is None:
+        return []
+    sizes, output = trunk.for_eagle(eagle), trunk.for_heads
+    with torch.device("meta"):
+        body = count(Body(sizes, eagle.version))
+    if eagle.version == 1:
+        return [0, body]
+    return [(eagle.vocab or output.vocab) * (sizes.hidden + output.bias), body + sizes.hidden]  # and the final norm
 
 
 def adapter_parameters(config: TrainConfig, trunk: TrunkSizes) -> int:
@@ -125,44 +160,108 @@ def memory(parameters: int, width: int, deepspeed: str | None) -> Memory:
     return Memory(parameters * (weights + gradients + 3 * FP32 * share + judged), parameters * whole)
 
 
-def loss_bytes(config: TrainConfig, trunk: TrunkSizes, largest: int) -> int:
-    """Memory of the heads' loss: a chunk's logits and laws, and of the ``largest`` head casts and gradients."""
-    c, w = trunk.dtype.itemsize, config.heads_training.kept_in(trunk.dtype).itemsize
+@dataclass(frozen=True)
+class Stage:
+    """What a stage trains: its ``parameters``, in ``dtype``; the ``largest`` part that a chunk's gradient is made of.
+
+    ``columns`` of its logits, for ``chunk`` positions at a time; ``laws`` says whether the trunk's are made beside
+    them; ``scores`` bytes of attention that its passes keep for the backward.
+    """
+
+    parameters: int
+    dtype: torch.dtype
+    largest: int
+    columns: int
+    chunk: int
+    laws: bool
+    keep: int
+    scores: int = 0
+
+
+def stages(config: TrainConfig, trunk: TrunkSizes) -> dict[str, Stage]:
+    """The stages on a named trunk, by name."""
+    found, whole = {}, trunk.for_heads.vocab
+    each, adapter = head_parameters(config, trunk), adapter_parameters(config, trunk)
+    if config.heads is not None:
+        of, columns = config.heads_training, config.heads.vocab or whole
+        own = Stage(
+            sum(each),
+            of.kept_in(trunk.dtype),
+            max(each),
+            columns,
+            of.chunk or default_chunk(columns),
+            of.targets != "text",
+            of.keep,
+        )
+        found["heads"] = own
+        if config.joint is not None:
+            found["joint"] = replace(own, parameters=own.parameters + adapter)
+    if config.eagle is not None:
+        training, columns = config.eagle_training, config.eagle.vocab or whole
+        projection, rest = layer_parameters(config, trunk)
+        found["eagle"] = Stage(
+            projection + rest,
+            training.kept_in(trunk.dtype),
+            projection,
+            columns,
+            training.chunk or default_chunk(columns),
+            training.targets == "trunk",
+            training.keep,
+            _scores(config, config.eagle, trunk),
+        )
+    return found
+
+
+def _scores(config: TrainConfig, eagle: EagleConfig, trunk: TrunkSizes) -> int:
+    """Bytes of attention's shares that an EAGLE layer's passes keep: in fp32, and rounded where it computes in less."""
+    training, c = config.eagle_training, trunk.dtype.itemsize
+    rows = training.batch // training.accumulate // processes()
+    shares = rows * trunk.for_eagle(eagle).heads * config.data.block**2 * training.passes
+    return shares * (max(FP32, c) + (c if c < FP32 else 0))
+
+
+def loss_bytes(stage: Stage, trunk: TrunkSizes) -> int:
+    """Memory of a stage's loss: a chunk's logits and laws, and of the largest part's casts and gradients."""
+    c, w = trunk.dtype.itemsize, stage.dtype.itemsize
     logits = c + 2 * FP32  # as computed; in fp32; their logarithms
-    if config.heads_training.targets != "text":
+    if stage.laws:
         logits += 2 * FP32
     casts = 2 * w + (2 * c if c != w else 0)  # a chunk's gradient and the sum so far; weight and gradient as computed
-    columns = config.heads.vocab or trunk.for_heads.vocab
-    return _chunk(config, columns) * columns * logits + largest * casts
-
-
-def _chunk(config: TrainConfig, columns: int) -> int:
-    return config.heads_training.chunk or default_chunk(columns)
+    return stage.chunk * stage.columns * logits + stage.largest * casts
 
 
 def tell(config: TrainConfig, trunk: TrunkSizes) -> Iterator[str]:
     """Lines on the memory of training on a named trunk."""
-    each, adapter = head_parameters(config, trunk), adapter_parameters(config, trunk)
-    dtype = config.heads_training.kept_in(trunk.dtype)
-    weights, loss = trunk.parameters * trunk.dtype.itemsize, loss_bytes(config, trunk, max(each))
-    columns = config.heads.vocab or trunk.for_heads.vocab
-    parts = {"heads": sum(each)} | ({} if config.joint is None else {"joint": sum(each) + adapter})
+    parts = stages(config, trunk)
+    weights = trunk.parameters * trunk.dtype.itemsize
     yield f"memory       {_processes(config)}GB of 10^9 bytes, without the trunk's activations"
     most = " at most, it is quantised" if trunk.quantised else ""
     yield f"             trunk {weights / GB:.2f} GB in {_name(trunk.dtype)}{most}"
-    chunk = _chunk(config, columns)
-    yield f"             loss {loss / GB:.2f} GB: {chunk} x {columns:,} logits at a time, and a head's gradients"
-    for name, parameters in parts.items():
-        found = memory(parameters, dtype.itemsize, config.deepspeed)
-        whole = weights + found.kept + found.step + loss
+    for name, stage in parts.items():
+        loss = loss_bytes(stage, trunk)
+        if name != "joint":  # its heads have the same
+            logits = f"{stage.chunk} x {stage.columns:,} logits at a time"
+            yield f"             loss {loss / GB:.2f} GB: {logits}, and {_gradients(name)}"
+        if stage.scores:
+            yield f"             passes {stage.scores / GB:.2f} GB: their attention, kept for the backward"
+        found = memory(stage.parameters, stage.dtype.itemsize, config.deepspeed)
+        whole = weights + found.kept + found.step + loss + stage.scores
         yield (
-            f"             {name} {found.kept / GB:.2f} GB: weights in {_name(dtype)}, gradients, moments;"
+            f"             {name} {found.kept / GB:.2f} GB: weights in {_name(stage.dtype)}, gradients, moments;"
             f" {found.step / GB:.2f} GB more in a step: {whole / GB:.1f} GB with the others"
         )
-    saved = max(parts.values()) * 4 * dtype.itemsize  # weights, the best ones so far, moments
-    yield f"disk         {saved / GB:.2f} GB a checkpoint; {config.heads_training.keep} are kept while one is filled"
-    row = record_bytes(config.data.block, trunk.for_heads.hidden, trunk.dtype)
-    yield f"             {row / MB:.2f} MB for the states of a row, where they are kept (heads_training.cache_states)"
+    largest = max(parts.values(), key=lambda stage: stage.parameters * stage.dtype.itemsize)
+    saved = largest.parameters * 4 * largest.dtype.itemsize  # weights, the best ones so far, moments
+    yield f"disk         {saved / GB:.2f} GB a checkpoint; {largest.keep} are kept while one is filled"
+    if config.heads is not None:
+        row = record_bytes(config.data.block, trunk.for_heads.hidden, trunk.dtype)
+        yield (
+            f"             {row / MB:.2f} MB for the states of a row, where they are kept (heads_training.cache_states)"
+        )
+
+
+def _gradients(stage: str) -> str:
+    return "a head's gradients" if stage == "heads" else "the projection's gradient, if it has one of its own"
 
 
 def _processes(config: TrainConfig) -> str:

@@ -1,29 +1,32 @@
-"""The stages of a training run: trunk, heads, trunk and heads jointly if that is asked for, calibration.
+"""The stages of a training run: trunk, text of its own, heads, trunk and heads jointly, an EAGLE layer, calibration.
 
-Each is skipped if its result is there and valid, and gone on with if a checkpoint of it is.
+Each is made if it is asked for, skipped if its result is there and valid, and gone on with if a checkpoint of it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from medusa.calibrate import recalibrate
+from medusa.calibrate import Calibration, recalibrate
 from medusa.checkpoint import CALIBRATION, WEIGHTS, load_heads, save_heads, save_tree
-from medusa.heads import MedusaHeads
+from medusa.eagle import EagleLayer
+from medusa.eagle_calibrate import recalibrate_layer
+from medusa.eagle_files import PLACE
+from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.machine import pick_device
 from medusa.progress import progress
 from medusa.trunk import Trunk
-from medusa.vocabulary import draft_vocabulary, token_counts
 
 from .checkpoints import told
 from .config import NewTrunk, TrainConfig
 from .distributed import joined
+from .eagle import make_eagle
 from .heldout import HeadsEvaluation, text_loss
 from .interrupt import Interruption
 from .job import Job, Report
@@ -31,6 +34,7 @@ from .joint import make_joint
 from .loop import HeadsObjective, HeadsTrainer, TrunkTrainer, kept_in
 from .lora import targets
 from .newtrunk import check_name, digest, load_trunk, new_model, save_model
+from .own_text import make_text
 from .pictures import of_calibration, of_heads
 from .record import AGAIN, TRUNK, RunRecord
 from .shared import SharedRecord, Unheard
@@ -44,7 +48,8 @@ def train(config: TrainConfig, fresh: str | None = None, report: Report = print)
 
     Args:
         config: what to make.
-        fresh: make this stage ("trunk", "heads", "joint" or "calibration") and those after it anew.
+        fresh: make this stage ("trunk", "text", "heads", "joint", "eagle" or "calibration") and those that rest on it
+            anew.
         report: takes a line at the start and end of each stage.
 
     Returns:
@@ -86,10 +91,13 @@ def _train(job: Job) -> None:
     job.corpus.take_tokenizer(trunk)
     if config.joint is not None:
         targets(trunk, config.joint)  # what can't be adapted is refused before the heads are trained
-    heads = make_heads(job, trunk)
-    if config.joint is not None:
+    if config.own_text is not None:
+        make_text(job, trunk, config.own_text)
+    heads = None if config.heads is None else make_heads(job, trunk, config.heads)
+    if config.joint is not None and heads is not None:
         heads = make_joint(job, heads, config.joint)
-    job.group.alone(lambda: make_calibration(job, heads))
+    layer = None if config.eagle is None else make_eagle(job, trunk, config.eagle)
+    job.group.alone(lambda: make_calibration(job, heads, layer))
     job.group.first(job.forget_held)
 
 
@@ -103,6 +111,8 @@ def make_trunk(job: Job, new: NewTrunk) -> None:
     saved = job.record.resumable("trunk", settings)
     rows, heldout = job.rows("trunk", training), job.corpus.heldout_rows()
     job.corpus.heldout_prompts(config.evaluation)  # if the text is too short for the heads' stage, say so now
+    if config.own_text is not None:
+        job.corpus.beginnings(config.own_text)
     start = job.begin("trunk", saved)
     model = new_model(new, job.corpus.tokenizer, config.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -125,10 +135,12 @@ def make_trunk(job: Job, new: NewTrunk) -> None:
     job.group.alone(finish)
 
 
-def make_heads(job: Job, trunk: Trunk) -> MedusaHeads:
+def make_heads(job: Job, trunk: Trunk, drafting: HeadsConfig) -> MedusaHeads:
     """Train heads on the frozen trunk; save the best ones, with the tree they were judged by."""
     config, training = job.config, job.config.heads_training
-    settings = {"trunk": trunk.fingerprint()} | job.settings("seed", "data", "heads", "heads_training", "evaluation")
+    settings = {"trunk": trunk.fingerprint()} | job.settings(
+        "seed", "data", "heads", "heads_training", "evaluation", "own_text"
+    )
     settings |= {} if config.joint is None else {"joint": True}  # elsewhere than without one
     folder = job.record.heads_folder
     if job.is_made("heads", settings, folder / WEIGHTS):
@@ -138,8 +150,8 @@ def make_heads(job: Job, trunk: Trunk) -> MedusaHeads:
     keep_states = wanted(training.cache_states, rows, trunk, job.folder, job.report, job.group.size)
     held = job.held(trunk, saved)
     start = job.begin("heads", saved)
-    draft_ids = _draft_ids(job, trunk, (rows[index] for index in range(len(rows))))
-    heads = MedusaHeads(config.heads, trunk, draft_ids, dtype=kept_in(training, trunk))
+    draft_ids = job.draft_ids("heads", drafting.vocab, trunk, rows)
+    heads = MedusaHeads(drafting, trunk, draft_ids, dtype=kept_in(training, trunk))
     size = sum(parameter.numel() for parameter in heads.parameters())
     job.report(
         f"heads: {heads.config.num} of kind {heads.config.kind}, {size:,} parameters, {training.steps} steps of"
@@ -173,34 +185,37 @@ def make_heads(job: Job, trunk: Trunk) -> MedusaHeads:
     return job.group.alone(finish) or load_heads(folder, trunk)
 
 
-def _draft_ids(job: Job, trunk: Trunk, rows: Iterable[dict[str, Tensor]]) -> Tensor | None:
-    """The tokens that heads draft from: the most frequent ones of what the rows supervise."""
-    size = job.config.heads.vocab
-    if size is None:
-        return None
-    counts_V = token_counts((row.get("labels", row["input_ids"]) for row in rows), trunk.vocab_size)
-    ids = draft_vocabulary(trunk, counts_V, size)
-    covered = counts_V[ids].sum() / counts_V.sum().clamp(min=1)
-    job.report(f"heads: they draft from {size:,} tokens, which are {covered:.1%} of the text")
-    return ids
-
-
-def make_calibration(job: Job, heads: MedusaHeads) -> None:
-    """Choose the tree that is fastest on this machine."""
+def make_calibration(job: Job, heads: MedusaHeads | None, layer: EagleLayer | None) -> None:
+    """Choose the trees that are fastest on this machine: for the heads, and for an EAGLE layer."""
     config = job.config
     settings = job.settings("calibration", "evaluation")
-    if job.is_made("calibration", settings, job.folder / CALIBRATION):
+    if job.is_made("calibration", settings, job.folder / (CALIBRATION if heads else PLACE / CALIBRATION)):
         return
-    held = job.held(heads.trunk)
+    drafts = heads or layer
+    assert drafts is not None
+    held = job.held(drafts.trunk)
     start = job.begin("calibration")
-    ids_1T = torch.tensor([held.ids[0][:16]], device=heads.trunk.device)  # about as many tokens as a tree has nodes
-    job.set_threads(lambda: heads.trunk.forward(ids_1T))
-    sizes, rounds = config.calibration.sizes, config.calibration.rounds
-    with told("the tree", job.folder, AGAIN), progress(rounds, "calibration") as advance:
-        found = recalibrate(job.folder, heads, held, sizes=sizes, rounds=rounds, progress=lambda done, total: advance())
-    job.record.done("calibration", settings, start, asdict(found.chosen))
+    ids_1T = torch.tensor([held.ids[0][:16]], device=drafts.trunk.device)  # about as many tokens as a tree has nodes
+    job.set_threads(lambda: drafts.trunk.forward(ids_1T))
+    result: dict[str, Any] = {}
+    if heads is not None:
+        found = _calibrated(job, "calibration", partial(recalibrate, job.folder, heads, held))
+        result = asdict(found.chosen)
+    if layer is not None:
+        depth, place = config.eagle_training.depth, job.folder / PLACE
+        found = _calibrated(job, "calibration of eagle", partial(recalibrate_layer, place, layer, held, depth))
+        result["eagle"] = asdict(found.chosen)
+    job.record.done("calibration", settings, start, result)
+
+
+def _calibrated(job: Job, name: str, work: Callable[..., Calibration]) -> Calibration:
+    """Calibrate, with progress, and tell what came of it."""
+    sizes, rounds = job.config.calibration.sizes, job.config.calibration.rounds
+    with told("the tree", job.folder, AGAIN), progress(rounds, name) as advance:
+        found = work(sizes=sizes, rounds=rounds, progress=lambda done, total: advance())
     job.report(
-        f"calibration: of {len(found.rows)} trees the one of {found.topology.size} nodes is fastest here:"
+        f"{name}: of {len(found.rows)} trees the one of {found.topology.size} nodes is fastest here:"
         f" {found.chosen.tokens_per_step:.3f} tokens per step, {found.chosen.step_ms:.2f} ms each"
     )
-    job.log.pictures("calibration", 0, lambda: of_calibration(found))
+    job.log.pictures(name.replace(" of ", "_"), 0, lambda: of_calibration(found))
+    return found

@@ -10,13 +10,15 @@ from medusa.data.check import check_documents, check_examples, shared, warnings
 from medusa.data.corpus import RandomBlocks, load_texts, pack, tokenise
 from medusa.data.examples import Examples, make_examples
 from medusa.data.packing import PackedRows, TiledBlocks, filler_id, pack_examples, text_rows
-from medusa.data.prompts import heldout_prompts
+from medusa.data.prompts import beginnings, heldout_prompts
 from medusa.data.records import format_of
 from medusa.data.sources import answered_by
 from medusa.data.tokenizers import load_tokenizer
+from medusa.errors import UserError
 from medusa.trunk import Trunk
 
 from .config import EvaluationConfig, TrainConfig
+from .training import OwnText
 
 if TYPE_CHECKING:
     import datasets
@@ -90,6 +92,21 @@ class Corpus:
                 self.report(f"data: {line}")
         self._said.update(found)
         return rows
+
+    def beginnings(self, own: OwnText) -> list[list[int]]:
+        """Beginnings from the training text, which the trunk continues. No EOS ends them.
+
+        Raises:
+            UserError: data that are no plain texts, or too few.
+        """
+        if not self._plain:
+            raise UserError(
+                f"own_text with {format_of(self._texts[0])} data: texts alone are continued; let the trunk answer by"
+                " `medusa distill`, give that as data.source, and leave own_text out"
+            )
+        documents = tokenise(self._texts[0], self.tokenizer, eos=False)
+        check_documents(documents, self.tokenizer)
+        return beginnings(documents, own.prompts, own.prompt_tokens)
 
     def heldout_rows(self) -> datasets.Dataset:
         """All that is held out."""

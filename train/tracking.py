@@ -18,7 +18,7 @@ from medusa.files import write_text
 
 from .checkpoints import writing
 from .config import TrackingConfig
-from .record import STAGES
+from .record import STAGES, resting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,8 +116,7 @@ def run_log(folder: Path, config: TrackingConfig, settings: Mapping[str, Any]) -
 
 
 def _is_older(event: Event, stage: str, step: int) -> bool:
-    order = list(STAGES)
-    if event["stage"] in order and stage in order and order.index(event["stage"]) > order.index(stage):
+    if stage in STAGES and event["stage"] != stage and event["stage"] in resting(stage):
         return False
     return bool(event["stage"] != stage or event["step"] <= step)
 

@@ -109,10 +109,70 @@ class HeadsTraining(Training):
 
     def kept_in(self, trunk: torch.dtype) -> torch.dtype:
         """What the heads' weights are kept in for a trunk in the precision ``trunk``: as asked for, or >= float32."""
-        if self.dtype == "auto":
-            return torch.promote_types(trunk, torch.float32)
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return _kept_in(self.dtype, trunk)
+
+
+def _kept_in(asked: str, trunk: torch.dtype) -> torch.dtype:
+    if asked == "auto":
+        return torch.promote_types(trunk, torch.float32)
+    dtype: torch.dtype = getattr(torch, asked)
+    return dtype
+
+
+@dataclass(frozen=True)
+class EagleTraining(Training):
+    """How an EAGLE layer is trained; the trunk is frozen.
+
+    Args:
+        lr: peak learning rate of AdamW.
+        passes: how often the layer reads a row, each time its own output of the pass before in place of the trunk's
+            states, as it will when it drafts so many tokens (the training-time test of EAGLE-3, section 3.2). 1 trains
+            on the trunk's states alone, as EAGLE-1 was.
+        depth: levels that trees may have; more than ``passes`` is possible, the last one then stands for the deeper.
+        decay: pass j weighs decay^j in the loss.
+        targets: "text" learns the data's own tokens, "trunk" the trunk's law of them (cross-entropy to it).
+        feature_weight: of the distance (smooth L1) between the layer's output and the trunk's next state, beside the
+            loss of the tokens, which weighs 1; for version 1 alone, since version 3 makes states of its own. EAGLE-1's
+            published 1.0 beside 0.1 is 10 here.
+        noise: largest amount that is added to each number of the trunk's states as the layer reads them, or taken from
+            it, drawn evenly.
+        chunk: positions whose logits exist at a time; null chooses by the vocabulary.
+        dtype: what the layer's weights and the optimizer's moments are kept in, as ``heads_training.dtype``.
+    """
+
+    steps: int = 600
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: float = 4e-3
+    passes: int = 3
+    depth: int = 6
+    decay: float = 0.8
+    targets: Literal["text", "trunk"] = "trunk"
+    feature_weight: float = 0.0
+    noise: float = 0.0
+    chunk: int | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("passes", "depth"):
+            if getattr(self, name) < 1:
+                raise UserError(f"eagle_training.{name}={getattr(self, name)}: give at least 1")
+        if self.depth < self.passes:
+            raise UserError(
+                f"eagle_training.depth={self.depth}, passes={self.passes}: trees as deep as the passes are what those"
+                " are for; make depth at least as much"
+            )
+        if self.chunk is not None and self.chunk < 1:
+            raise UserError(f"eagle_training.chunk={self.chunk}: give at least 1, or null")
+        if not 0 < self.decay <= 1:
+            raise UserError(f"eagle_training.decay={self.decay}: passes weigh decay^j, give more than 0 and at most 1")
+        for name in ("feature_weight", "noise"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"eagle_training.{name}={getattr(self, name)}: it may not be negative")
+
+    def kept_in(self, trunk: torch.dtype) -> torch.dtype:
+        """What the layer's weights are kept in for a trunk in the precision ``trunk``: as asked for, or >= float32."""
+        return _kept_in(self.dtype, trunk)
 
 
 @dataclass(frozen=True)
@@ -169,3 +229,49 @@ class JointTraining(Training):
             raise UserError(
                 f"joint.modules={self.modules!r}: give a list of names such as [q_proj, v_proj], or all-linear"
             )
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """Text of the trunk's own: it continues beginnings of the training text, and what drafts for it learns those.
+
+    What drafts is judged by what the trunk says, not by what the data say (self-distillation; Cai et al. 2024, section
+    2.3.2). Only the continuations are learnt.
+
+    Args:
+        prompts: beginnings, evenly spread over the training text.
+        prompt_tokens: tokens of each.
+        tokens: tokens of each continuation; null fills a row of ``data.block``.
+        temperature: what continuations are drawn at, 0 being greedy; of several, each beginning takes one of them. On
+            greedy text alone heads learn its loops, and hardly help where decoding samples.
+        batch: texts that are continued at once.
+    """
+
+    prompts: int = 1600
+    prompt_tokens: int = 48
+    tokens: int | None = None
+    temperature: tuple[float, ...] = (0.0, 1.0)
+    batch: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise UserError(f"own_text.{name}={getattr(self, name)}: give at least 1")
+        if self.tokens is not None and self.tokens < 1:
+            raise UserError(f"own_text.tokens={self.tokens}: give at least 1, or null to fill a row")
+        if not self.temperature or min(self.temperature) < 0:
+            raise UserError(f"own_text.temperature={list(self.temperature)}: give at least one, none of them negative")
+
+    def new_tokens(self, block: int) -> int:
+        """Tokens of each continuation, where rows have ``block`` of them.
+
+        Raises:
+            UserError: beginning and continuation don't fit a row.
+        """
+        tokens = block - self.prompt_tokens if self.tokens is None else self.tokens
+        if tokens < 1 or self.prompt_tokens + tokens > block:
+            raise UserError(
+                f"own_text.prompt_tokens={self.prompt_tokens} and tokens={self.tokens}: a row of data.block={block}"
+                " does not hold both; make them shorter, or the block longer"
+            )
+        return tokens

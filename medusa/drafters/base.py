@@ -71,10 +71,19 @@ def free(chance: Chance | None, row: int) -> bool:
 
 
 class Drafter(Protocol):
-    """A way of drafting, bound to no request."""
+    """A way of drafting, bound to no request.
+
+    One that reads more of the trunk than its last state says so by an attribute ``layers`` (:func:`layers_of`).
+    """
 
     name: str
 
     def open(self, trunk: Trunk) -> DraftSession:
         """A fresh session for one batch."""
         ...
+
+
+def layers_of(drafter: Drafter) -> tuple[int, ...]:
+    """The trunk's states that a drafter's sessions read, in ``states`` of what they are given, beside the last one."""
+    layers: tuple[int, ...] = getattr(drafter, "layers", ())
+    return layers

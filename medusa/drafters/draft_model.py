@@ -16,10 +16,11 @@ from torch import Tensor
 
 from medusa.accept import Acceptance
 from medusa.drafters.base import free, place_each
-from medusa.drafters.children import Brood, Drafting, Picked, likeliest, pick, sampled_tree
+from medusa.drafters.children import Drafting
+from medusa.drafters.levels import Level, Plans, fill
 from medusa.errors import UserError
 from medusa.sampling import Chance
-from medusa.tree import DraftTree, Shape, Topology
+from medusa.tree import DraftTree, Topology
 from medusa.trunk import Trunk, TrunkOutput
 
 DEPTH = 4  # tokens of the chain that is drafted where no tree is given
@@ -83,25 +84,6 @@ def check_vocabulary(trunk: Trunk, draft: Trunk) -> None:
         )
 
 
-class _Level(Brood):
-    """The children of one depth's nodes, which are ``start`` .. ``end`` - 1; ``beginning`` is the tree down to them."""
-
-    def __init__(self, topology: Topology, depth: int, device: torch.device) -> None:
-        parents = {parent for parent in topology.parents[1:] if topology.depths[parent] == depth}
-        super().__init__(topology, sorted(parents), device)
-        self.start = topology.depths.index(depth)
-        self.end = topology.depths.index(depth + 1)
-        self.beginning = Shape.static(topology.trim(depth), device)
-
-
-class _Plan:
-    """What a session needs of a topology, whose nodes are ordered by depth: a tree of fewer levels is a beginning."""
-
-    def __init__(self, topology: Topology, device: torch.device) -> None:
-        self.shape = Shape.static(topology, device)
-        self.levels = [_Level(topology, depth, device) for depth in range(topology.depth)]
-
-
 @dataclass
 class _Row:
     """``unread``: what the cache lacks of the row's text, but for the next root. ``lost``: drafted for no more."""
@@ -127,7 +109,7 @@ class DraftModelSession:
         self.cache = self.draft.new_cache(0)
         self.rows: list[_Row] = []
         self.inner = 0  # nodes of the last tree that the draft model has read
-        self._plans: dict[int, _Plan] = {}
+        self._plans = Plans(drafter.topology)
 
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
         """Read the prompts."""
@@ -164,29 +146,16 @@ class DraftModelSession:
         idle = [number for number, row in enumerate(self.rows) if row.idle]
         self.cache.release(idle)
         depth = 0 if len(idle) == len(self.rows) else min(room, self.topology.depth)
-        if depth not in self._plans:
-            self._plans[depth] = _Plan(self.topology.trim(depth), root_B.device)
-        tree = self._fill(self._plans[depth], root_B[:, None], chance)
+        plan = self._plans.of(depth, root_B.device)
+        self.inner = plan.inner
+        tree = fill(plan, root_B[:, None], self._laws, chance, self.drafting, self.columns)
         if not idle:
             return tree
         valid_BN = tree.valid_BN.clone()
         valid_BN[idle, 1:] = False
         return replace(tree, valid_BN=valid_BN)
 
-    def _fill(self, plan: _Plan, tokens_BN: Tensor, chance: Chance | None) -> DraftTree:
-        root_B1, picks = tokens_BN, list[Picked]()
-        self.inner = plan.levels[-1].end if plan.levels else 0
-        for level in plan.levels:
-            logits_BWV = self._logits(level, tokens_BN)
-            if chance is not None and self.drafting.draws(chance):
-                picks.append(pick(logits_BWV, level, chance, self.drafting))
-            new_Bn = picks[-1].tokens_Bn if picks else likeliest(logits_BWV, level)
-            tokens_BN = torch.cat([tokens_BN, new_Bn], 1)
-        if picks:
-            return sampled_tree(plan.shape, root_B1, picks, self.columns)
-        return DraftTree(plan.shape, tokens_BN, torch.ones_like(tokens_BN, dtype=torch.bool))
-
-    def _logits(self, level: _Level, tokens_BN: Tensor) -> Tensor:
+    def _laws(self, level: Level, tokens_BN: Tensor) -> Tensor:
         """Logits [B, W, V] of a level's parents, of the tokens that both models have; the level above was read."""
         if level.start:
             read = DraftTree(level.beginning, self._readable(tokens_BN), torch.ones_like(tokens_BN, dtype=torch.bool))

@@ -31,8 +31,8 @@ class DynamicDrafter(HeadsDrafter):
     """Heads, and how large the trees are that they fill.
 
     Args:
-        heads: of any kind. Those of Hydra read drafted tokens, so that their shapes would depend on what was drawn:
-            they always take the likeliest tokens, unless ``sampling`` says otherwise.
+        heads: of any kind. Where their laws depend on drafted tokens (Hydra's, and those with a Markov bias), shapes
+            would depend on what was drawn: they always take the likeliest tokens, unless ``sampling`` says otherwise.
         nodes: of each tree, the root included.
         drafting: how children are chosen in rows that sample: all drawn, or none. Left out, they are drawn if they can.
         temperatures: of each head's probabilities (:func:`medusa.confidence.temperatures`); left out, they are taken
@@ -54,13 +54,13 @@ class DynamicDrafter(HeadsDrafter):
         temperatures: Sequence[float] | None = None,
         sampling: Topology | None = None,
     ) -> None:
-        kind = heads.config.kind
-        drafting = drafting or Drafting("top" if kind == "hydra" else "sampled")
+        stepwise = heads.config.stepwise
+        drafting = drafting or Drafting("top" if stepwise else "sampled")
         if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 2:
             raise UserError(f"a dynamic tree of {nodes!r} nodes: give a whole number from 2, the root included")
-        if drafting.mode == "mixed" or (kind == "hydra" and drafting.mode != "top"):
-            ways = "top" if kind == "hydra" else "sampled or top"
-            raise UserError(f"drafting.mode={drafting.mode!r}: a dynamic tree of {kind} heads takes {ways}")
+        if drafting.mode == "mixed" or (stepwise and drafting.mode != "top"):
+            ways = "top, for heads whose laws depend on drafted tokens" if stepwise else "sampled or top"
+            raise UserError(f"drafting.mode={drafting.mode!r}: a dynamic tree takes {ways}")
         if temperatures is not None and (len(temperatures) != heads.config.num or not all(t > 0 for t in temperatures)):
             raise UserError(f"temperatures={list(temperatures)}: give one above 0 for each of {heads.config.num} heads")
         if sampling is not None and sampling.size > nodes:
@@ -131,18 +131,19 @@ class DynamicSession(HeadsSession):
     def _known(self, logits_BKV: Tensor) -> Expand:
         """The candidates of heads that read no drafted token: the same behind every way."""
 
-        def expand(head: int, way_BWC: Tensor) -> tuple[Tensor, Tensor]:
+        def expand(head: int, way_BWC: Tensor, from_BW: Tensor) -> tuple[Tensor, Tensor]:
             log_BR, tokens_BR = self._likeliest(head, logits_BKV[:, head])
             return tuple(each[:, None].expand(-1, way_BWC.shape[1], -1) for each in (log_BR, tokens_BR))  # type: ignore[return-value]
 
         return expand
 
     def _behind(self, root_B1: Tensor) -> Expand:
-        """The candidates of Hydra's heads, which read the tokens on the way."""
+        """The candidates of heads whose laws depend on the tokens on the way."""
+        behind = self.laws_behind(root_B1, self.depth)
 
-        def expand(head: int, way_BWC: Tensor) -> tuple[Tensor, Tensor]:
+        def expand(head: int, way_BWC: Tensor, from_BW: Tensor) -> tuple[Tensor, Tensor]:
             ids_BWC = torch.cat([root_B1[:, None].expand(-1, way_BWC.shape[1], -1), way_BWC], -1)
-            return self._likeliest(head, self.logits_behind(head, self.embed(ids_BWC)))
+            return self._likeliest(head, behind(head, ids_BWC))
 
         return expand
 

@@ -5,7 +5,7 @@ Dimensions: B batch, C tokens on the way, D hidden, E embedding, K heads, V voca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from medusa.errors import UserError
 from medusa.heads import MedusaHeads
 from medusa.tree import DraftTree
 from medusa.trunk import Trunk, TrunkOutput
+
+# A head, and the tokens from the root on of W ways int64 [B, W, C]: its logits behind each way [B, W, V'].
+Behind = Callable[[int, Tensor], Tensor]
 
 SMALL_TABLE = 1 << 22  # values of an embedding: 16 MiB in fp32
 
@@ -49,7 +52,7 @@ class HeadsSession:
         self.heads = drafter.heads
         self.drafting = drafter.drafting
         self.embed = drafter.embed
-        self.at_once = drafter.heads.config.kind != "hydra"  # no head reads a drafted token
+        self.at_once = not drafter.heads.config.stepwise
         self.hidden_BD = torch.empty(0)
 
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
@@ -57,7 +60,7 @@ class HeadsSession:
         self.hidden_BD = hidden_BD
 
     def logits_at_once(self, root_B1: Tensor, heads: int) -> Tensor:
-        """Logits [B, K, V'] of the first so many heads, which read no drafted token."""
+        """Logits [B, K, V'] of the first so many heads, which read no drafted token; without a Markov bias."""
         embedded_B1E = self.embed(root_B1)
         features = [
             self.heads.features(head, self.hidden_BD, self.heads.context(head, embedded_B1E)) for head in range(heads)
@@ -67,10 +70,24 @@ class HeadsSession:
         logits = [self.heads.draftable(self.heads.logits(head, each_BD)) for head, each_BD in enumerate(features)]
         return torch.stack(logits, 1)
 
-    def logits_behind(self, head: int, embedded_BWCE: Tensor) -> Tensor:
-        """Logits [B, W, V'] of one head behind W ways, given by the embeddings of their tokens from the root on."""
-        context_BW = self.heads.context(head, embedded_BWCE)
-        hidden_BWD = self.hidden_BD[:, None].expand(-1, embedded_BWCE.shape[1], -1)
+    def laws_behind(self, root_B1: Tensor, heads: int) -> Behind:
+        """Logits of the first so many heads where they depend on drafted tokens, to be asked for level by level.
+
+        What they don't take from those tokens is computed here, for all heads at once.
+        """
+        if self.heads.config.kind == "hydra":
+            return self._hydra
+        logits_BKV = self.logits_at_once(root_B1, heads)
+
+        def behind(head: int, ids_BWC: Tensor) -> Tensor:
+            logits_BWV = logits_BKV[:, head, None].expand(-1, ids_BWC.shape[1], -1)
+            return self.heads.behind(head, logits_BWV, ids_BWC[..., -1])
+
+        return behind
+
+    def _hydra(self, head: int, ids_BWC: Tensor) -> Tensor:
+        context_BW = self.heads.context(head, self.embed(ids_BWC))
+        hidden_BWD = self.hidden_BD[:, None].expand(-1, ids_BWC.shape[1], -1)
         return self.heads.draftable(self.heads.logits(head, self.heads.features(head, hidden_BWD, context_BW)))
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:

@@ -28,15 +28,19 @@ class MedusaDrafter(HeadsDrafter):
     """
 
     def __init__(self, heads: MedusaHeads, topology: Topology, drafting: Drafting | None = None) -> None:
-        check_depth(topology, heads.config)
-        if max(topology.ranks) >= heads.choices:
-            raise UserError(
-                f"the tree takes rank {max(topology.ranks)} of {heads.choices} tokens: ranks count from 0 and end below"
-                " the number of tokens that heads draft from"
-            )
         super().__init__(heads, drafting or Drafting())
+        self.check_tree(topology)
         self.topology = topology
         self.name = heads.config.kind
+
+    def check_tree(self, topology: Topology) -> None:
+        """UserError for a tree that the heads can't fill."""
+        check_depth(topology, self.heads.config)
+        if max(topology.ranks) >= self.heads.choices:
+            raise UserError(
+                f"the tree takes rank {max(topology.ranks)} of {self.heads.choices} tokens: ranks count from 0 and end"
+                " below the number of tokens that heads draft from"
+            )
 
     def open(self, trunk: Trunk) -> MedusaSession:
         """A session of one batch. UserError for another trunk than the heads are bound to."""
@@ -63,7 +67,7 @@ class _Level(Brood):
 
 
 class _Plan:
-    """What a session needs of a topology, made once per depth it is trimmed to."""
+    """What a session needs of a topology, made once per depth that one is trimmed to."""
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self.shape = Shape.static(topology, device)
@@ -83,14 +87,14 @@ class MedusaSession(HeadsSession):
     def __init__(self, drafter: MedusaDrafter) -> None:
         super().__init__(drafter)
         self.topology = drafter.topology
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[tuple[Topology, int], _Plan] = {}
 
     def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
         """Fill the tree, trimmed to ``room``, with the heads' candidates: drawn at random in rows that sample."""
-        depth = min(room, self.topology.depth)
-        if depth not in self._plans:
-            self._plans[depth] = _Plan(self.topology.trim(depth), root_B.device)
-        plan, root_B1 = self._plans[depth], root_B[:, None]
+        key = self.topology, min(room, self.topology.depth)
+        if key not in self._plans:
+            self._plans[key] = _Plan(self.topology.trim(key[1]), root_B.device)
+        plan, root_B1 = self._plans[key], root_B[:, None]
         place_N = None if self.at_once else plan.place_N
         if plan.levels and chance is not None and self.drafting.draws(chance):
             draw = self._draw_at_once if self.at_once else self._draw_by_level
@@ -122,12 +126,9 @@ class MedusaSession(HeadsSession):
         return picks
 
     def _fill_by_level(self, plan: _Plan, tokens_BN: Tensor, choose: Callable[[Tensor, Brood], Tensor]) -> Tensor:
-        """Hydra: each level reads the tokens drafted on the way to it. Nodes come out ordered by depth."""
-        embedded_BNE = self.embed(tokens_BN)
+        """Each level's laws depend on the tokens drafted on the way to it. Nodes come out ordered by depth."""
+        behind = self.laws_behind(tokens_BN, plan.depth)
         for head, level in enumerate(plan.levels):
-            logits_BWV = self.logits_behind(head, embedded_BNE[:, level.lineage_WC])
-            new_Bn = self.heads.tokens(choose(logits_BWV, level))
+            new_Bn = self.heads.tokens(choose(behind(head, tokens_BN[:, level.lineage_WC]), level))
             tokens_BN = torch.cat([tokens_BN, new_Bn], 1)
-            if head + 1 < len(plan.levels):
-                embedded_BNE = torch.cat([embedded_BNE, self.embed(new_Bn)], 1)
         return tokens_BN

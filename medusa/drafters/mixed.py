@@ -8,6 +8,7 @@ Dimensions: B batch, N nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from medusa.accept import Acceptance
-from medusa.drafters.branches import Branches, as_tree
+from medusa.drafters.base import place_each
+from medusa.drafters.branches import Branches, accepted, as_tree
 from medusa.drafters.dynamic import DynamicDrafter
 from medusa.drafters.prompt_lookup import Lookup, PromptLookupDrafter
 from medusa.errors import UserError
@@ -24,6 +26,9 @@ from medusa.tree import DraftTree
 from medusa.trunk import Trunk, TrunkOutput
 
 LEAST = 4  # tokens of an end of the text that says more about what follows than heads do
+# Of a text drawn at temperature 1 one in three tokens is what was looked up (a character trunk, ends of 4 or more).
+HITS, TRIES = 1, 3
+WORTH = 0.1  # the chance of acceptance below which a looked-up node is worth less than the heads' last ones
 
 
 class MixedDrafter:
@@ -65,17 +70,20 @@ class MixedSession:
         self.given = 0 if sampling is None else sampling.topology.size
         self.heads = drafter.dynamic.open(trunk)
         self.lookup = drafter.lookup.open(trunk)
+        self.records: list[Record] = []
 
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
         """Take in the prompts."""
         self.heads.start(prompts, hidden_BD, output)
         self.lookup.start(prompts, hidden_BD, output)
+        self.records = [Record() for _ in prompts]
 
     def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
         """Both trees of each row as one of at most so many nodes.
 
         Where tokens are drawn, neither a row's room nor the tokens decide how many nodes each of the two gets: what is
-        looked up counts as nodes of its own there, also where the heads have drawn it.
+        looked up counts as nodes of its own there, also where the heads have drawn it. It takes the places of heads'
+        nodes then, so it goes only as deep as the row's text so far makes it likely.
         """
         given = self.heads.takes_given(chance)
         drawn = given or (chance is not None and self.drafting.draws(chance))
@@ -83,9 +91,12 @@ class MixedSession:
         most = self.nodes - (self.given if given else 0)
         most_B1 = None
         if drawn and not given:
+            found = [record.weigh(row) for record, row in zip(self.records, found, strict=True)]
             left = [self.nodes - len(row.parents) for row in found]
             most_B1 = torch.tensor(left, device=root_B.device)[:, None]
         tree = self.heads.grow(root_B, room, chance, most_B1)
+        if not most or all(len(row.parents) == 1 for row in found):
+            return tree
         parts = (tree.shape.parents.expand_as(tree.tokens_BN), tree.tokens_BN, tree.valid_BN.long())
         rows = []
         for looked_up, (parents, tokens, valid) in zip(found, torch.stack(parts, 1).tolist(), strict=True):
@@ -102,16 +113,54 @@ class MixedSession:
         """Learn which path was accepted."""
         self.heads.commit(tree, verified, acceptance)
         self.lookup.commit(tree, verified, acceptance)
+        if any(record.guess is not None for record in self.records):
+            after = acceptance.next_token_B.tolist()
+            for record, tokens, last in zip(self.records, accepted(tree, acceptance.path_BA), after, strict=True):
+                record.count([*tokens, last])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``."""
         self.heads.select(rows)
         self.lookup.select(rows)
+        self.records = [self.records[row] for row in rows]
 
     def admit(self, slots: Sequence[int], other: MixedSession) -> None:
         """Take over another session's rows."""
         self.heads.admit(slots, other.heads)
         self.lookup.admit(slots, other.lookup)
+        place_each(self.records, slots, other.records)
+
+
+class Record:
+    """How often a row's text went on as what was looked up said, and how deep it is worth to look from that.
+
+    It rests on what earlier steps decided, not on what this one draws.
+    """
+
+    def __init__(self) -> None:
+        self.hits, self.tries = HITS, TRIES
+        self.guess: Branches | None = None  # of a step under way
+
+    def count(self, tokens: Sequence[int]) -> None:
+        """Learn how the text went on."""
+        guess, node = self.guess, 0
+        self.guess = None
+        for token in tokens:
+            if guess is None or node not in guess.parents:
+                break
+            child = guess.find(node, token)
+            self.tries += 1
+            if child is None:
+                break
+            self.hits, node = self.hits + 1, child
+
+    def weigh(self, found: Branches) -> Branches:
+        """As much of ``found`` as is worth its nodes."""
+        self.guess = found
+        depth = math.floor(math.log(WORTH) / math.log(self.hits / self.tries))
+        row = Branches(found.tokens[0], found.most)
+        hang_behind(row, found, found.most, depth)
+        return row
 
 
 def fitting(parents: Sequence[int], tokens: Sequence[int], size: int, looked_up: Branches, nodes: int) -> int:

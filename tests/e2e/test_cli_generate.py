@@ -225,7 +225,7 @@ def test_calibrate_saves_the_tree_it_chose(checkpoint: Path, medusa: Run, tmp_pa
     assert code == 0, err
     found = read_json(run / "calibration.json")
     assert [row["nodes"] for row in found["rows"]] == [1, 3, 5]
-    assert out.count("\n") == 4 and out.count("<- chosen") == 1
+    assert out.startswith("trees of the heads\n") and out.count("\n") == 5 and out.count("<- chosen") == 1
     assert len(read_json(run / "tree.json")["paths"]) == found["chosen"]["nodes"] - 1
     assert medusa("generate", run, "--prompt", "O", "--max-new-tokens", 5)[0] == 0
 
@@ -279,7 +279,7 @@ def test_calibrate_measures_as_the_recipe_says(
     assert found == {"prompts": heldout_prompts(run, 4, 10, "judging"), "tokens": 9}
     rows = read_json(run / "calibration.json")["rows"]
     assert [row["nodes"] for row in rows] == [1, 2, 6]
-    assert bars == [("held-out continuations", 4, 4), ("calibration", 1, 1)]
+    assert bars == [("held-out continuations", 4, 4), ("calibration of the heads", 1, 1)]
 
 
 def test_calibrate_and_bench_end_in_one_line_where_nothing_can_be_written(

@@ -7,15 +7,36 @@ from medusa.drafters.base import Drafter
 from medusa.drafters.children import Drafting
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicDrafter
+from medusa.drafters.eagle import EagleDrafter
 from medusa.drafters.lookahead import Lookahead, LookaheadDrafter
+from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.mixed import MixedDrafter
 from medusa.drafters.prompt_lookup import Lookup, PromptLookupDrafter
+from medusa.drafters.sized import SizedDrafter
+from medusa.eagle import EagleConfig
 from medusa.heads import HeadsConfig
-from medusa.testing import noisy_copy, random_heads
+from medusa.testing import noisy_copy, random_eagle, random_heads
 from medusa.tree import Topology
 from medusa.trunk import Trunk
 
-UNTRAINED = ("draft model", "draft tree", "cut", "prompt lookup", "lookahead", "dynamic", "dynamic hydra", "mixed")
+UNTRAINED = (
+    "draft model",
+    "draft tree",
+    "cut",
+    "prompt lookup",
+    "lookahead",
+    "sized",
+    "dynamic",
+    "dynamic hydra",
+    "mixed",
+    "markov",
+    "dynamic markov",
+    "mixed markov",
+    "eagle",
+    "eagle grown",
+    "eagle 3",
+    "eagle 3 grown",
+)
 
 
 def untrained(trunk: Trunk, name: str, mode: str = "sampled", tree: Topology | None = None) -> Drafter:
@@ -33,10 +54,28 @@ def untrained(trunk: Trunk, name: str, mode: str = "sampled", tree: Topology | N
         )
     if name == "lookahead":
         return LookaheadDrafter(Lookahead(window=1 + tree.depth, ngram=1 + tree.depth, guesses=3))
-    if name == "dynamic hydra":
-        hydra = random_heads(trunk, HeadsConfig("hydra", num=tree.depth), scale=0.1)
-        return DynamicDrafter(hydra, tree.size, sampling=tree if mode == "sampled" else None)
+    if name in ("eagle", "eagle grown"):
+        layer = random_eagle(trunk, EagleConfig(1), scale=0.02)
+        return EagleDrafter(layer, tree, drafting, nodes=tree.size if "grown" in name else None, depth=tree.depth)
+    if name in ("eagle 3", "eagle 3 grown"):  # of all tokens but one, and always the likeliest where trees are grown
+        layer = random_eagle(trunk, EagleConfig(3, trunk.vocab_size - 1), scale=0.02)
+        if "grown" in name:
+            return EagleDrafter(layer, nodes=tree.size, depth=tree.depth, width=2)
+        return EagleDrafter(layer, tree, drafting)
+    if name == "markov":
+        return MedusaDrafter(random_heads(trunk, HeadsConfig("medusa", num=tree.depth, markov=2)), tree, drafting)
+    if name in ("dynamic hydra", "dynamic markov", "mixed markov"):
+        config = HeadsConfig("hydra", tree.depth) if "hydra" in name else HeadsConfig("root", tree.depth, markov=2)
+        part = Topology(tree.parents[:-1], tree.ranks[:-1]) if "mixed" in name else tree  # beside what is looked up
+        heads = random_heads(trunk, config, scale=0.1)
+        dynamic = DynamicDrafter(heads, tree.size, sampling=part if mode == "sampled" else None)
+        if "mixed" not in name:
+            return dynamic
+        return MixedDrafter(dynamic, Lookup(least=1, tokens=tree.depth, branches=2, nodes=tree.size // 2))
     heads = random_heads(trunk, HeadsConfig("root", num=tree.depth), scale=0.1)
+    if name == "sized":  # another tree for each number of slots up to 4, the root alone among them
+        trees = [Topology(tree.parents[:size], tree.ranks[:size]) for size in (1, 2, tree.size - 1, tree.size)]
+        return SizedDrafter(MedusaDrafter(heads, tree, drafting), trees, lambda slots: -slots % len(trees))
     dynamic = DynamicDrafter(heads, tree.size, Drafting("top" if mode == "top" else "sampled"))
     if name == "dynamic":
         return dynamic

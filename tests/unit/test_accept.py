@@ -14,7 +14,7 @@ from medusa.accept import Acceptance, AcceptRule, DeterministicRule
 from medusa.broken import BROKEN
 from medusa.lawkit import Constant
 from medusa.laws import Laws
-from medusa.sampling import Chance, SamplingParams, draw
+from medusa.sampling import Chance, HashDraws, SamplingParams, draw
 from medusa.tree import DraftTree, Shape, Topology
 
 V = 6
@@ -183,3 +183,14 @@ def test_deterministic_rule_is_lossless_to_the_last_draw(seed: int) -> None:
 def test_the_enumeration_finds_a_broken_rule() -> None:
     wrong = [seed for seed in range(12) if emitted_law(BROKEN["argmax root"].rule, seed) != trunk_law(seed)]
     assert len(wrong) > 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_of_equal_logits_the_first_is_chosen_as_generate_does(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (7, 65, 5000):
+        logits_BNV = torch.randint(0, 4, (3, 5, size), generator=generator).to(dtype)
+        chance = Chance([SamplingParams()] * 3, [1] * 3, HashDraws(), "cpu")
+        found_BN = Laws(logits_BNV, torch.zeros(1, 5, dtype=torch.long), chance).choice_BN
+        first = [[row.tolist().index(row.max().item()) for row in rows] for rows in logits_BNV]
+        assert found_BN.tolist() == first == logits_BNV.argmax(-1).tolist()

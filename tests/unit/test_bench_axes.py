@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -12,6 +13,7 @@ import torch
 
 from medusa.__main__ import main
 from medusa.checkpoint import save_heads, save_tree
+from medusa.compiled import CompiledSteps
 from medusa.cut import cut
 from medusa.data.tokenizers import char_tokenizer
 from medusa.drafters.draft_model import DraftModelDrafter
@@ -77,6 +79,11 @@ def test_every_way_does_the_same_work_and_counts_it_alike(family: str, ended: bo
         if way in (ways[0][0], ways[2][0], ways[3][0]):
             assert found.accepted == (0,) * steps and found.first_tokens == rows
         assert 0 < found.first_seconds < found.seconds
+        assert len(found.pace) <= 1 + len(found.accepted) and found.pace[0][1] == found.first_seconds
+        assert found.pace[-1][0] == max(map(len, found.rows)) and found.pace[-1][1] <= found.seconds
+        assert list(found.pace) == sorted(found.pace)
+        if way in (ways[0][0], ways[2][0]) and not ended:
+            assert [tokens for tokens, _ in found.pace] == list(range(1, 13))
 
 
 def test_the_library_draws_from_the_whole_law_and_leaves_the_generator_alone(trunk: Trunk) -> None:
@@ -223,6 +230,69 @@ def report(run_folder: Path) -> dict:
     return bench_axes(trunk, [SET], make_cells([SET], ways, AXES), QUICK, AXES)
 
 
+def test_a_batch_is_as_far_as_its_slowest_row(trunk: Trunk) -> None:
+    text, drafter = plain_greedy(trunk, PROMPTS[0], 12), DraftModelDrafter(cut(trunk, 1))
+    alone = [our_way(trunk, drafter)([prompt], Task(12)) for prompt in PROMPTS]
+    both = our_way(trunk, drafter)(PROMPTS, Task(12))
+    assert len(both.pace) == max(len(each.pace) for each in alone)
+    first, second = ([tokens for tokens, _ in each.pace] + [12] * 12 for each in alone)
+    assert [tokens for tokens, _ in both.pace] == list(map(min, first, second))[: len(both.pace)]
+    assert first[: len(both.pace)] != second[: len(both.pace)]
+    eos = frozenset(text[:1])  # the first row ends with its first token: the other one says how far they are
+    if not eos & set(both.rows[1][:-1]):
+        ended = our_way(trunk, NullDrafter())(PROMPTS, Task(12, eos=eos))
+        assert [tokens for tokens, _ in ended.pace] == list(range(1, 13))
+
+
+def test_draft_temperatures_are_contenders_of_their_own_where_drafts_are_drawn(run_folder: Path) -> None:
+    trunk = Trunk.load(run_folder / "trunk", dtype="float64")
+    axes = AxisOptions(drafters=["none", "auto"], temperatures=[0.0, 1.5], draft_temperatures=[0.5, 1.0, 2.0])
+    ways = contenders(trunk, run_folder, axes)
+    assert [each.name for each in ways] == ["generate", "none", "auto@0.5", "auto", "auto@2"]
+    cells = make_cells([SET], ways, axes)
+    names = ["generate", "none", "auto"], [each.name for each in ways]
+    assert [[each.name for each in cell.contenders] for cell in cells] == list(map(list, names))
+    report = bench_axes(trunk, [SET], cells, QUICK, axes)
+    facts = report["contenders"]["auto@2"]
+    assert (facts["drafter"], facts["draft_temperature"], facts["tree"]["nodes"]) == ("auto", 2.0, 3)
+    assert bench_tables.label(report, "auto@2") == "medusa, 3 nodes, drafts at 2 T"
+    assert bench_tables.label(report, "auto") == "medusa, 3 nodes"
+    found = report["cells"][1]["contenders"]
+    steps = [[trial["steps"] for batch in found[name]["trials"] for trial in batch] for name in names[1][2:]]
+    assert len({tuple(each) for each in steps}) == 3  # they do draw otherwise
+    only = contenders(trunk, run_folder, replace(axes, draft_temperatures=[2.0]))
+    assert [each.name for each in only] == ["generate", "none", "auto@2"] and not any(each.drawn for each in only)
+    with pytest.raises(UserError, match="none of the drafters draws its drafts"):
+        contenders(trunk, run_folder, replace(axes, drafters=["none", "prompt-lookup"]))
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "inf", "nan"])
+def test_a_draft_temperature_that_is_none(run_folder: Path, capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+    assert main(["bench", str(run_folder), "--draft-temperatures", wrong]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and f"draft_temperatures={wrong}" in err.replace(".0", "")
+    with pytest.raises(UserError, match="give numbers above 0"):
+        AxisOptions(draft_temperatures=[1.0, float(wrong)])
+    assert main(["generate", str(run_folder), "--prompt", "abc", "--draft-temperature", wrong]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and f"draft_temperature={wrong}" in err.replace(".0", "")
+
+
+def test_the_report_says_whether_our_loop_ran_compiled(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = Trunk.load(run_folder / "trunk", dtype="float64")
+    axes = AxisOptions(drafters=["auto"], batch_sizes=[1, 2])
+    told = bench_axes(eager, [SET], make_cells([SET], contenders(eager, run_folder, axes), axes), QUICK, axes)
+    assert told["compiled"] == [] and "none of its steps was compiled" in markdown(told)
+    monkeypatch.setattr("medusa.infer.warmup.CompiledSteps", partial(CompiledSteps, backend="eager"))
+    trunk = Trunk.load(run_folder / "trunk", dtype="float64")
+    ways = contenders(trunk, run_folder, axes, compile=True)
+    assert trunk.compiled is not None and sorted(trunk.compiled.compiled) == [(1, 1), (1, 3), (2, 1), (2, 3)]
+    told = bench_axes(trunk, [SET], make_cells([SET], ways, axes), QUICK, axes)
+    assert told["compiled"] == [[1, 1], [1, 3], [2, 1], [2, 3]]
+    assert all(cell["identical"]["ok"] for cell in told["cells"])
+    assert "compiled, for these rows and nodes: 1 row of 1, 3; 2 rows of 1, 3." in markdown(told)
+
+
 def test_the_report_holds_all_cells_and_is_json(report: dict) -> None:
     assert json.loads(json.dumps(report)) == report
     cells = report["cells"]
@@ -236,6 +306,13 @@ def test_the_report_holds_all_cells_and_is_json(report: dict) -> None:
             assert list(found["categories"]) == ["one", "two"]
             assert [len(batch) for batch in found["trials"]] == [2] * cell["batches"]
             assert found["tokens"] == sum(trial["tokens"] for batch in found["trials"] for trial in batch)
+            for trial in (trial for batch in found["trials"] for trial in batch):
+                assert [tokens for tokens, _, _ in trial["pace"]] == [1, 2, 3, 4, 5, 6, 7, 8] and trial["pace"][0][
+                    1:
+                ] == [
+                    0,
+                    0,
+                ]
     assert cells[0]["contenders"]["none"]["tokens_per_step"]["value"] == 1.0
     assert cells[0]["contenders"]["cut:1"]["tokens_per_step"]["value"] > 1.0
 

@@ -23,6 +23,7 @@ from medusa.calibrate import (
     calibrate,
     continuations,
     grow,
+    grown,
     growth,
     head_ranks,
     node_shares,
@@ -388,19 +389,19 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     inner = Trunk.tree_forward
     timed: list[bool] = []
 
-    def forward(self: Trunk, tree: DraftTree, cache: Any) -> Any:
+    def forward(self: Trunk, tree: DraftTree, cache: Any, **options: Any) -> Any:
         if timed:
             trees.append(tuple(tree.tokens_BN.shape))  # type: ignore[arg-type]
-        return inner(self, tree, cache)
+        return inner(self, tree, cache, **options)
 
-    def seconds(work: Callable[[], object]) -> float:
+    def seconds(work: Callable[[], object], device: torch.device) -> float:
         timed.append(True)
         work()
         timed.pop()
         return 1e-3 * len(trees)
 
     monkeypatch.setattr(Trunk, "tree_forward", forward)
-    monkeypatch.setattr("medusa.costs.seconds", seconds)
+    monkeypatch.setattr("medusa.costs.own_seconds", seconds)
     return trees
 
 
@@ -607,6 +608,8 @@ def test_a_calibration_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
     judged_on = head_ranks(heads_of("hydra"), held_of().halves()[1])
     assert content["node_share"] == node_shares(found.topology, judged_on)
     grown_on = held_of().halves()[0]
+    trees = [grown(content["growth"], row["nodes"]) for row in content["rows"]]
+    assert trees == [grow(head_ranks(heads_of("hydra"), grown_on), size) for size in (1, 2, 4)]
     trusted = temperatures(heads_of("hydra"), grown_on.ids, grown_on.starts, grown_on.hidden)
     assert content["temperatures"] == trusted and len(trusted) == NUM
 

@@ -54,9 +54,9 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
     return str(error.value)
 
 
-def heads_of(family: str, kind: str, projection: str, vocab: int | None) -> MedusaHeads:
+def heads_of(family: str, kind: str, projection: str, vocab: int | None, markov: int | None = None) -> MedusaHeads:
     """Random heads; of a draft vocabulary, random ids."""
-    config = HeadsConfig(kind, 3, 2, projection, vocab, 7 if projection == "low_rank" else None)
+    config = HeadsConfig(kind, 3, 2, projection, vocab, 7 if projection == "low_rank" else None, markov)
     if vocab is None:
         return random_heads(trunk_of(family), config)
     generator = torch.Generator().manual_seed(4)
@@ -95,6 +95,28 @@ def test_heads_come_back_as_they_were(
     assert all(torch.equal(before, after) for before, after in zip(trees[:4], trees[4:], strict=True))
     manifest = read_manifest(tmp_path)
     assert (manifest.trunk, manifest.revision, manifest.fingerprint) == ("someone/trunk", "v1", trunk.fingerprint())
+
+
+@pytest.mark.parametrize("vocab", [None, 20])
+def test_a_markov_bias_comes_back_as_it_was(vocab: int | None, tmp_path: Path) -> None:
+    heads = heads_of("llama", "root", "shared", vocab, markov=4)
+    save_heads(tmp_path, heads, "someone/trunk")
+    assert json.loads((tmp_path / MANIFEST).read_text())["heads"]["markov"] == 4
+    back = load_heads(tmp_path, trunk_of())
+    assert back.config == heads.config
+    assert all(torch.equal(value, back.state_dict()[name]) for name, value in heads.state_dict().items())
+    edited(tmp_path, lambda weights: weights.pop("heads.1.markov.after.weight"))
+    with pytest.raises(UserError, match=rf"heads\.1\.markov\.after\.weight is missing.*\({vocab or 65}, 4\)"):
+        load_heads(tmp_path, trunk_of())
+
+
+def test_a_bias_that_the_manifest_does_not_tell_of_is_named(tmp_path: Path) -> None:
+    save_heads(tmp_path, heads_of("llama", "root", "shared", None, markov=4), "someone/trunk")
+    content = json.loads((tmp_path / MANIFEST).read_text())
+    del content["heads"]["markov"]
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"heads\.0\.markov\..*none of that name"):
+        load_heads(tmp_path, trunk_of())
 
 
 def test_a_checkpoint_is_these_files_and_readable_by_all(folder: Path) -> None:

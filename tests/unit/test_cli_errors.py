@@ -96,13 +96,17 @@ def test_help_shows_every_group(capsys: pytest.CaptureFixture[str]) -> None:
         "--run",
         "--trunk.name",
         "--trunk.new",
-        "--heads.kind",
+        "--heads.help",
+        "--eagle.help",
         "--heads_training.decay",
         "--fresh",
         "--dry",
     ):
         assert option in out
     assert "head k weighs decay^k" in " ".join(out.split())
+    with pytest.raises(SystemExit) as end:  # of a group that may be null the options are a page of their own
+        cli.main(["train", "--heads.help"])
+    assert end.value.code == 0 and "--heads.kind" in capsys.readouterr().out
 
 
 def test_names_may_be_joined_by_either_sign() -> None:

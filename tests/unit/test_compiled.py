@@ -19,12 +19,16 @@ from medusa.compiled import CompiledSteps, StepSize
 from medusa.data.tokenizers import char_tokenizer
 from medusa.decoding import Decoder, Request, decode, generate_ids
 from medusa.drafters.base import Drafter
+from medusa.drafters.dynamic import DynamicDrafter
 from medusa.drafters.medusa import MedusaDrafter
+from medusa.drafters.mixed import MixedDrafter
 from medusa.drafters.none import NullDrafter
+from medusa.drafters.prompt_lookup import Lookup
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.infer import Engine
 from medusa.infer.warmup import NODES, compile_step, step_sizes, warm_up
+from medusa.sampling import SamplingParams
 from medusa.testing import VOCAB, ScriptedDrafter, plain_greedy, random_heads, tiny_trunk
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk
@@ -174,6 +178,24 @@ def test_what_is_compiled_for_a_drafter() -> None:
     assert step_sizes(NullDrafter(), [1]) == [(1, 1)]
     assert step_sizes(heads, [2, 1]) == [(1, 1), (1, 6), (2, 1), (2, 6)]
     assert step_sizes(ScriptedDrafter([], honesty=1.0), [1]) == [(1, nodes) for nodes in NODES]
+
+
+@pytest.mark.parametrize("kind", ["root", "hydra"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_of_each_step_run_in_the_sizes_that_are_compiled_for_them(kind: str, temperature: float) -> None:
+    trunk = tiny_trunk("llama")
+    heads = random_heads(trunk, HeadsConfig(kind, num=3), scale=0.2)
+    given = Topology.full([2, 1]) if kind == "hydra" else None
+    dynamic = DynamicDrafter(heads, 24, sampling=given)
+    mixed = MixedDrafter(dynamic, Lookup(least=1, tokens=9, branches=3, nodes=12))
+    own = [1, 24] if given is None else [1, given.size, 24]
+    assert [nodes for _, nodes in step_sizes(dynamic, [1])] == own
+    assert [nodes for _, nodes in step_sizes(mixed, [1])] == sorted({*own, *((8, 16) if given else ())})
+    for drafter in (dynamic, mixed):
+        steps = CompiledSteps(trunk, step_sizes(drafter, [1]))
+        request = Request(PROMPTS[0] * 3, 40, sampling=SamplingParams(temperature=temperature))
+        sizes = {step.nodes for step in decode(trunk, drafter, [request]) if step.nodes}
+        assert sizes and all(steps.size_for(1, nodes) is not None for nodes in sizes)
 
 
 @pytest.mark.parametrize("rows", [0, True, 1.5])

@@ -30,7 +30,7 @@ ROWS = 3
 def grown(log_BKR: Tensor, most: int) -> Best:
     """The tree of heads that read no drafted token; a token's id is its rank."""
 
-    def expand(level: int, way_BWC: Tensor) -> tuple[Tensor, Tensor]:
+    def expand(level: int, way_BWC: Tensor, from_BW: Tensor) -> tuple[Tensor, Tensor]:
         assert way_BWC.shape[2] == level
         log_BWR = log_BKR[:, level, None].expand(-1, way_BWC.shape[1], -1)
         return log_BWR, torch.arange(log_BKR.shape[2]).expand_as(log_BWR)

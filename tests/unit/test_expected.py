@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from medusa.errors import UserError
 from medusa.expected import (
     SETTLED,
+    Milestone,
+    at,
     best_chain,
     chain_shares,
     chain_speedup,
@@ -18,7 +20,10 @@ from medusa.expected import (
     equal_chain,
     expected_steps,
     interpolate,
+    milestones,
+    milestones_of,
     tree_tokens,
+    typical,
 )
 
 ALPHA = st.floats(0, 0.99)
@@ -121,6 +126,59 @@ def test_interpolation_goes_through_points_and_on_along_the_last_line() -> None:
 def test_a_falling_line_is_level_outside() -> None:
     points = [(1.0, 3.0), (2.0, 2.0)]
     assert [interpolate(points, at) for at in (0, 1.5, 4)] == [3, 2.5, 2]
+
+
+def test_milestones_are_four_to_a_doubling_and_the_end() -> None:
+    assert milestones(1) == [1]
+    assert milestones(2) == [1, 2]
+    assert milestones(25) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 25]
+
+
+PACE = [(1, 0.5), (4, 1.5), (5, 3.5), (11, 4.0)]  # tokens, seconds since the start
+
+
+def test_a_milestone_is_reached_with_the_step_that_goes_beyond_it() -> None:
+    found = {each.tokens: (each.steps, each.time) for each in milestones_of(PACE)}
+    assert found == {
+        **{1: (0, 0), 2: (1, 1.0), 3: (1, 1.0), 4: (1, 1.0), 5: (2, 3.0)},
+        **{6: (3, 3.5), 7: (3, 3.5), 8: (3, 3.5), 10: (3, 3.5), 11: (3, 3.5)},
+    }
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.floats(0.1, 3)), min_size=1, max_size=40), st.integers(1, 250))
+def test_a_text_takes_what_was_measured_and_never_less_for_more(steps: list[tuple[int, float]], tokens: int) -> None:
+    pace = [(1, 0.0)]
+    for more, taken in steps:
+        pace.append((pace[-1][0] + more, pace[-1][1] + taken))
+    text = milestones_of(pace)
+    for each in text:
+        assert at(text, each.tokens) == each
+        assert (each.steps, each.time) == next(
+            (step, when) for step, (reached, when) in enumerate(pace) if reached >= each.tokens
+        )
+    here, next_ = at(text, tokens), at(text, tokens + 1)
+    assert next_.steps >= here.steps and next_.time >= here.time - 1e-9
+    if tokens >= pace[-1][0]:
+        assert at(text, tokens, ended=True) == text[-1]
+
+
+def test_a_text_goes_on_as_in_its_second_half() -> None:
+    # 100 steps of a token and 2 ms, then 20 steps of 5 tokens and 3 ms: it has come to repeat itself.
+    pace = [(1 + step, 2.0 * step) for step in range(101)]
+    pace += [(101 + 5 * step, 200 + 3.0 * step) for step in range(1, 21)]
+    text = milestones_of(pace)
+    assert at(text, 48).steps == pytest.approx(47) and at(text, 48).time == pytest.approx(94)
+    longer = at(text, 501)
+    assert longer.steps == pytest.approx(180, rel=0.02) and longer.time == pytest.approx(440, rel=0.02)
+    assert expected_steps([0.4] * 4, 47) < 20  # what the shares of the whole text would say of its beginning
+
+
+def test_what_is_typical_is_the_median_of_texts_also_of_those_that_ended() -> None:
+    texts = [[Milestone(1, 0, 0.0), Milestone(9, steps, 2.0 * steps)] for steps in (8, 4, 3)]
+    ended = [Milestone(1, 0, 0.0), Milestone(5, 2, 4.0)]
+    assert typical(texts) == [Milestone(1, 0, 0.0), Milestone(9, 4, 8.0)]
+    assert typical([*texts[:2], ended]) == [Milestone(1, 0, 0.0), Milestone(5, 2, 4.0), Milestone(9, 4, 8.0)]
+    assert at(typical([ended[:1]]), 7) == Milestone(1, 0, 0.0)
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.0, 1.2, float("nan")])

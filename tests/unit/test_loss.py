@@ -21,10 +21,15 @@ SETTINGS = ["plain", "masked", "packed", "both"]
 
 
 def make_heads(
-    kind: str, projection: str = "own", trunk: Trunk | None = None, layers: int = 1, vocab: int | None = None
+    kind: str,
+    projection: str = "own",
+    trunk: Trunk | None = None,
+    layers: int = 1,
+    vocab: int | None = None,
+    markov: int | None = None,
 ) -> MedusaHeads:
     trunk, rank = trunk or tiny_trunk("llama"), 7 if projection == "low_rank" else None
-    config = HeadsConfig(kind, NUM, layers, projection, vocab, rank)
+    config = HeadsConfig(kind, NUM, layers, projection, vocab, rank, markov)
     if vocab is None:
         return random_heads(trunk, config, scale=0.2)
     generator = torch.Generator().manual_seed(5)
@@ -81,6 +86,8 @@ def naive(
                 read = batch.ids[row, t + 1 : t + 1 + heads.config.reads(head)]
                 context = heads.embed(read).flatten() if len(read) else None
                 logits = heads.logits(head, heads.features(head, batch.hidden[row, t], context))
+                if (markov := heads.head(head).markov) is not None:
+                    logits = logits + markov.after.weight @ markov.before.weight[batch.ids[row, t + 1 + head]]
                 law = logits.log_softmax(-1)
                 ranks.append(int((law > law[known.index(target)]).sum()) if target in known else 1000)
                 if teacher is not None:
@@ -158,6 +165,44 @@ def test_a_draft_vocabulary_equals_naive(kind: str, projection: str, objective: 
     assert_equal(heads, batch, teacher, acceptance=objective == "acceptance")
     loss = batch.loss(heads)
     assert (loss.outside_K > 0).all() and (loss.outside_K < loss.counts_K).all()
+
+
+@pytest.mark.parametrize("objective", ["labels", "soft", "acceptance"])
+@pytest.mark.parametrize("vocab", [None, 24])
+@pytest.mark.parametrize("projection", PROJECTIONS)
+@pytest.mark.parametrize("kind", ["medusa", "root"])
+def test_a_markov_bias_equals_naive(kind: str, projection: str, vocab: int | None, objective: str) -> None:
+    heads = make_heads(kind, projection, vocab=vocab, markov=4)
+    batch = make_batch(heads)
+    teacher = None if objective == "labels" else random_teacher(batch)
+    assert_equal(heads, batch, teacher, acceptance=objective == "acceptance")
+
+
+@pytest.mark.parametrize("family", ["granite", "cohere", "gemma2", "phi"])
+def test_a_markov_bias_is_added_behind_the_trunks_scale_and_softcap(family: str) -> None:
+    heads = make_heads("root", "low_rank", tiny_trunk(family), vocab=24, markov=4)
+    assert_equal(heads, make_batch(heads))
+
+
+def test_gradients_of_a_markov_bias_are_finite_differences() -> None:
+    heads, step = make_heads("medusa", "shared", vocab=24, markov=3), 1e-6
+    batch = make_batch(heads)
+    heads.zero_grad()
+    batch.loss(heads, 5).total().backward()
+    generator = torch.Generator().manual_seed(0)
+    for head in range(NUM):
+        markov = heads.head(head).markov
+        assert markov is not None
+        for weight in (markov.before.weight, markov.after.weight):
+            assert weight.grad is not None and weight.grad.any()
+            towards = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            ends = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    weight += sign * step * towards
+                    ends.append(batch.loss(heads, 5).total())
+                    weight -= sign * step * towards
+            close((ends[0] - ends[1]) / (2 * step), (weight.grad * towards).sum(), 1e-6)
 
 
 @pytest.mark.parametrize("vocab", [None, 24])
@@ -336,10 +381,13 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("objective", ["labels", "soft", "acceptance"])
+@pytest.mark.parametrize("markov", [None, 8])
 @pytest.mark.parametrize("projection", PROJECTIONS)
-def test_nothing_larger_than_a_chunk_of_logits(projection: str, objective: str) -> None:
+def test_nothing_larger_than_a_chunk_of_logits(projection: str, markov: int | None, objective: str) -> None:
     vocab, chunk = 2000, 40  # more rows than the 32 of a state: the projection's gradient is smaller then
-    heads = make_heads("hydra", projection, tiny_trunk("llama", vocab_size=vocab))
+    heads = make_heads(
+        "hydra" if markov is None else "root", projection, tiny_trunk("llama", vocab_size=vocab), markov=markov
+    )
     batch = make_batch(heads, rows=4, length=64)
     teacher = None if objective == "labels" else torch.randn(4, 64, vocab, dtype=torch.float64)
     pairs = int(count_pairs(batch.labels, batch.segments, NUM).max())

@@ -77,6 +77,24 @@ def test_the_script_measures_in_a_process_of_its_own(
     assert 0 < found["allocated_MB"] < 1
 
 
+def test_a_markov_bias_takes_what_it_is_itself(script: types.ModuleType) -> None:
+    """Not as much as the logits once more: its gradients, one of them twice, and a chunk's rows of low rank."""
+    trunk, peaks, gradients = tiny_trunk("llama", vocab_size=4000), [], []
+    ids_BT = torch.randint(4000, (2, 200), generator=torch.Generator().manual_seed(0))
+    hidden_BTD = torch.randn(2, 200, 32, dtype=torch.float64)
+    for markov in (None, 4):
+        heads = MedusaHeads(HeadsConfig("root", 3, projection="shared", markov=markov), trunk)
+
+        def step(heads: MedusaHeads = heads) -> None:
+            multi_head_loss(heads, hidden_BTD, ids_BT, ids_BT, None, weights(3), 100).total().backward()
+
+        peaks.append(script.peak_allocated(step))
+        gradients.append(sum(parameter.nbytes for parameter in heads.parameters()))
+    own = gradients[1] - gradients[0]
+    assert own == 3 * 2 * 4000 * 4 * 8
+    assert peaks[1] - peaks[0] < 2 * own < 100 * 4000 * 8
+
+
 @pytest.mark.slow
 def test_four_heads_of_smollm2_size_take_less_than_400_megabytes(
     script: types.ModuleType, capsys: pytest.CaptureFixture[str]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from medusa import machine
 from medusa.errors import UserError
-from medusa.machine import as_dtype, describe, pick_device, pick_threads, seconds
+from medusa.machine import Rates, as_dtype, cache_folder, describe, pick_device, pick_threads, rates, seconds
 
 
 class FakeThreads:
@@ -152,3 +153,79 @@ def test_devices_that_are_not_there(device: str) -> None:
 def test_a_gpu_that_is_not_there(device: str | torch.device) -> None:
     with pytest.raises(UserError, match="cuda"):
         pick_device(device)
+
+
+# The machine's rates.
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Measuring that takes no time; each entry is a call timed."""
+    calls: list[int] = []
+
+    def take(work: object) -> float:
+        calls.append(1)
+        return 0.5
+
+    monkeypatch.setattr(machine, "seconds", take)
+    monkeypatch.setattr(machine, "MEASURED_S", 0.0)
+    return calls
+
+
+def test_rates_are_measured_once_and_kept(rounds: list[int], tmp_path: Path) -> None:
+    kept = tmp_path / "made" / "rates.json"
+    found = rates(CPU, torch.float32, 3 << 20, kept)
+    assert found.bytes_per_second == (16 << 20) / 0.5  # four times the 4 MiB
+    assert found.operations_per_second == 2 * 512**3 / 0.5
+    assert (found.read_bytes, found.dtype) == (4 << 20, "float32")
+    count = len(rounds)
+    assert rates(CPU, torch.float32, (4 << 20) - 5, kept) == found and len(rounds) == count
+    rates(CPU, torch.bfloat16, 3 << 20, kept)
+    rates(CPU, torch.float32, 30 << 20, kept)
+    assert len(rounds) > count and len(json.loads(kept.read_text())["entries"]) == 3
+    assert rates(CPU, torch.float32, 1 << 40, kept).read_bytes == 1 << 29
+
+
+def test_another_machine_measures_its_own(rounds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "rates.json"
+    rates(CPU, torch.float32, 1, kept)
+    count, own = len(rounds), describe()
+    monkeypatch.setattr(machine, "describe", lambda: own | {"python": "another"})
+    rates(CPU, torch.float32, 1, kept)
+    assert len(rounds) == count
+    for change in ({"processor": "another"}, {"threads": 99}, {"accelerator": "another"}):
+        monkeypatch.setattr(machine, "describe", lambda more=change: own | more)
+        rates(CPU, torch.float32, 1, kept)
+        assert len(rounds) > count
+        count = len(rounds)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"entries": [1]}', '{"entries": [{"machine": {}, "rates": {}}]}'])
+def test_what_is_kept_may_be_broken(rounds: list[int], tmp_path: Path, content: str) -> None:
+    kept = tmp_path / "rates.json"
+    kept.write_text(content)
+    found = rates(CPU, torch.float32, 1, kept)
+    count = len(rounds)
+    assert rates(CPU, torch.float32, 1, kept) == found and len(rounds) == count
+
+
+def test_where_nothing_can_be_kept_it_is_measured_each_time(rounds: list[int], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = rates(CPU, torch.float32, 1, tmp_path / "file" / "rates.json")
+    count = len(rounds)
+    assert rates(CPU, torch.float32, 1, tmp_path / "file" / "rates.json") == found and len(rounds) > count
+
+
+def test_real_rates_are_a_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "MEASURED_S", 0.01)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = rates(CPU, torch.float32, 1 << 24)
+    assert 1e8 < found.bytes_per_second < 1e13 and 1e8 < found.operations_per_second < 1e14
+    assert cache_folder() == tmp_path / "medusa" and (tmp_path / "medusa" / "rates.json").is_file()
+
+
+def test_the_least_time_is_the_larger_limits() -> None:
+    found = Rates(100.0, 10.0, 1, "float32", "")
+    assert found.seconds(200, 10) == 2 and found.seconds(200, 30) == 3

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from medusa.accept import Acceptance
 from medusa.drafters.branches import Branches
 from medusa.drafters.children import Drafting
 from medusa.drafters.dynamic import DynamicDrafter
-from medusa.drafters.mixed import MixedDrafter, MixedSession
+from medusa.drafters.mixed import MixedDrafter, MixedSession, Record
 from medusa.drafters.prompt_lookup import Lookup
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig
@@ -87,7 +88,9 @@ def test_what_is_drawn_keeps_its_place_and_what_is_looked_up_comes_behind() -> N
     for seed in range(40):
         session, root_B = session_of(12)
         (other, _) = session_of(12)
-        found = other.lookup.branches(root_B, 9)
+        looked_up = other.lookup.branches(root_B, 9)
+        found = [record.weigh(each) for record, each in zip(other.records, looked_up, strict=True)]
+        assert [max(map(len, ways(each)), default=0) for each in found] == [2, 2, 0]  # of 4: one in three is likely
         most_B1 = torch.tensor([[12 - len(each.parents)] for each in found])
         alone = other.heads.grow(root_B, 9, chance_of(seed), most_B1)
         tree = session.propose(root_B, 9, chance_of(seed))
@@ -102,6 +105,79 @@ def test_what_is_drawn_keeps_its_place_and_what_is_looked_up_comes_behind() -> N
             assert len(set(merged)) == len(merged) and set(ways(found[row])) <= set(merged)
             shared += len(merged) < count - 1 + len(ways(found[row]))
     assert shared > 5  # tokens that were drawn and looked up have one node
+
+
+@pytest.mark.parametrize("chance", [None, chance_of()], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kind", ["root", "hydra"])
+def test_where_nothing_is_looked_up_the_tree_is_the_heads_own(kind: str, chance: Chance | None) -> None:
+    trunk = trunk_of()
+    heads = random_heads(trunk, HeadsConfig(kind, num=3), scale=0.2)
+    for given in (None, Topology.full([2, 1])):
+        dynamic = DynamicDrafter(heads, 8, sampling=given)
+        session, alone = MixedDrafter(dynamic, LOOKUP).open(trunk), dynamic.open(trunk)
+        hidden_BD = torch.randn(1, trunk.hidden_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        for each in (session, alone):
+            each.start(TEXTS[2:], hidden_BD, TrunkOutput(hidden_BD[:, None], hidden_BD[:, None]))
+        law = None if chance is None else Chance(chance.params[:1], [9], HashDraws(), "cpu")
+        tree, own = (each.propose(torch.tensor(ROOTS[2:]), 9, law) for each in (session, alone))
+        assert torch.equal(tree.tokens_BN, own.tokens_BN) and torch.equal(tree.shape.parents, own.shape.parents)
+        assert torch.equal(tree.valid_BN, own.valid_BN) and tree.size == own.size > 1
+        assert (tree.sampled_BN is None) == (own.sampled_BN is None)
+
+
+def branches_of(*runs: list[int]) -> Branches:
+    made = Branches(0, 16)
+    for run in runs:
+        made.add(run)
+    return made
+
+
+def test_how_deep_lookup_goes_where_tokens_are_drawn_is_learnt_from_the_row() -> None:
+    record, guess = Record(), branches_of([1, 2, 3, 4, 5, 6, 7, 8], [4, 4])
+
+    def deep() -> int:
+        return max(map(len, ways(record.weigh(guess))), default=0)
+
+    record.count([9])  # nothing was looked up: nothing is learnt
+    assert (record.hits, record.tries, deep()) == (1, 3, 2)
+    record.count([1, 2, 9, 4])
+    assert (record.hits, record.tries, deep()) == (3, 6, 3)
+    record.count([4])  # along another branch, as far as the text goes
+    assert (record.hits, record.tries) == (4, 7)
+    record.count([1])  # a guess counts once
+    assert (record.hits, record.tries) == (4, 7)
+    deep()
+    record.count([4, 4, 1])  # beyond the branch's end nothing was said
+    assert (record.hits, record.tries) == (6, 9)
+    for _ in range(40):
+        deep()
+        record.count([1, 2, 3])
+    assert deep() == 8  # a text that is a copy
+    for _ in range(2000):
+        deep()
+        record.count([7])
+    assert deep() == 0 or record.hits / record.tries < 0.1
+
+
+def test_what_became_of_a_guess_is_counted_by_row_also_of_rows_that_move() -> None:
+    session, root_B = session_of(12)
+    tree = session.propose(root_B, 9, chance_of())
+    hidden_BND = torch.zeros(3, tree.size, session.heads.hidden_BD.shape[1], dtype=torch.float64)
+    output = TrunkOutput(hidden_BND, hidden_BND)
+    looked_up = ways(session.records[1].guess)[0]
+    nothing_B = torch.zeros(3, dtype=torch.long)
+    acceptance = Acceptance(nothing_B[:, None], nothing_B, torch.tensor([0, looked_up[0], 0]))
+    session.commit(tree, output, acceptance)
+    assert [(each.hits, each.tries) for each in session.records] == [(1, 4), (2, 4), (1, 3)]
+    session.select([1, 2])
+    (other, _) = session_of(12)
+    other.records[0].tries = 7
+    session.admit([1, 2, 3], other)
+    assert [(each.hits, each.tries) for each in session.records] == [(2, 4), (1, 7), (1, 3), (1, 3)]
+    greedy, _ = session_of(12)
+    greedy.propose(root_B, 9)
+    greedy.commit(tree, output, acceptance)
+    assert [(each.hits, each.tries) for each in greedy.records] == [(1, 3)] * 3
 
 
 def test_beside_a_tree_that_is_given_for_sampling_there_is_room_for_the_rest() -> None:

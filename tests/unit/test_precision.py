@@ -26,6 +26,7 @@ HALF = [torch.bfloat16, torch.float16]
 CONFIGS = [
     HeadsConfig("medusa", num=2),
     HeadsConfig("root", num=2, projection="shared", vocab=20),
+    HeadsConfig("medusa", num=2, projection="shared", vocab=20, markov=4),
     HeadsConfig("hydra", num=2, layers=2, projection="low_rank", vocab=20, rank=4),
 ]
 
@@ -44,7 +45,7 @@ def logits(heads: MedusaHeads) -> torch.Tensor:
     ids = torch.randint(60, (1, 9), generator=torch.Generator().manual_seed(2))
     hidden, embedded = heads.trunk.forward(ids).hidden, heads.embed(ids)[:, None].expand(-1, 9, -1, -1)
     features = [heads.features(head, hidden, heads.context(head, embedded)) for head in range(heads.config.num)]
-    return torch.stack([heads.logits(head, each) for head, each in enumerate(features)])
+    return torch.stack([heads.behind(head, heads.logits(head, each), ids) for head, each in enumerate(features)])
 
 
 @pytest.mark.parametrize("dtype", HALF)

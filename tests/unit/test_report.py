@@ -200,7 +200,8 @@ def test_what_was_kept_is_the_best_even_if_another_was_higher(tmp_path: Path) ->
     done = {"seconds": 1.0, "finished": "2026-01-02T03:04:05+0000", "result": {"step": 20}}
     put(run, "run.json", RECORD | {"stages": {"heads": done}})
     (read,) = named([run])
-    assert read.best is not None and read.best["step"] == 20
+    best = read.drafts[0].best
+    assert best is not None and best["step"] == 20
     write_pages([read], tmp_path / "out")
     content = json.loads((tmp_path / "out" / "curves.json").read_text())
     assert content["runs"]["run"]["heads"]["tokens_per_step"][""]["best"] == {"step": 20, "value": 1.5}

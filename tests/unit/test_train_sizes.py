@@ -45,7 +45,12 @@ def test_a_llama_of_8_billion_parameters_by_its_configuration_alone(tmp_path: Pa
 @pytest.mark.parametrize("kind", ["medusa", "root", "hydra"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"vocab": 10}, {"projection": "shared"}, {"projection": "low_rank", "rank": 3, "layers": 2}],
+    [
+        {},
+        {"vocab": 10},
+        {"projection": "shared"},
+        {"projection": "low_rank", "rank": 3, "layers": 2},
+    ],
     ids=str,
 )
 def test_sizes_are_those_of_real_heads(family: str, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -54,6 +59,15 @@ def test_sizes_are_those_of_real_heads(family: str, kind: str, options: dict[str
     found = sizes.read_trunk(TrunkConfig(str(folder_of(trunk, tmp_path))))
     assert found is not None and found.parameters == sum(each.numel() for each in trunk.model.parameters())
     assert sizes.head_parameters(config_of(tmp_path, heads), found) == [sizes.count(head) for head in real.heads]
+
+
+def test_sizes_have_a_markov_bias_in_them(tmp_path: Path) -> None:
+    trunk, heads = tiny_trunk("llama"), HeadsConfig("medusa", 2, projection="shared", vocab=10, markov=4)
+    real = MedusaHeads(heads, trunk, torch.arange(10))
+    found = sizes.read_trunk(TrunkConfig(str(folder_of(trunk, tmp_path))))
+    assert found is not None
+    each = sizes.head_parameters(config_of(tmp_path, heads), found)
+    assert each == [sizes.count(head) for head in real.heads] == [32 * 32 + 32 + (65 + 10) * 4] * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -1,4 +1,7 @@
-"""What a process knows of its launcher, torchrun or DeepSpeed's, before it meets the others. Imports nothing heavy."""
+"""What a process knows of its launcher, torchrun or DeepSpeed's, and how it ends as one of several.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-WRONG_INPUT = 2  # the exit code
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+WRONG_INPUT, FAULT = 2, 1  # exit codes
+ENDED = "ended"  # the key under which the first process to fail leaves its exit code and rank
 
 
 class Elsewhere(Exception):
@@ -20,7 +28,7 @@ class Elsewhere(Exception):
 
 
 def processes() -> int:
-    """How many processes train, this one included."""
+    """How many processes were started together, this one included."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -56,3 +64,16 @@ def leave(code: int) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def first_to_end(store: Store, rank: int, code: int) -> int | None:
+    """None if this process, which ends with exit ``code``, is the first to fail, else the exit code of that one.
+
+    The first alone says why. ``store`` is the one of keys that all processes share.
+    """
+    mine = f"{code} {rank}"
+    try:
+        first = store.compare_set(ENDED, "", mine).decode()
+    except (RuntimeError, OSError):  # the store has gone with the process that kept it
+        return code
+    return None if first == mine else int(first.split()[0])

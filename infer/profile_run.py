@@ -1,0 +1,130 @@
+"""``medusa bench RUN --profile``: load, take steps apart, write and show what they consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from medusa.checkpoint import CONFIG
+from medusa.drafters.base import Drafter
+from medusa.errors import UserError, reason
+from medusa.files import write_atomically, write_json, write_text
+from medusa.machine import Rates, describe, pick_device, rates
+from medusa.trunk import Trunk
+
+from .bench import BenchOptions, check_task, describe_trunk, set_threads
+from .drafters import has_drafts, make_drafter
+from .profile import WALL, clock_for, profile
+from .profile_report import account, notes, tables, trunk_bytes
+from .prompt_sets import HELDOUT, SPEC, prompt_set
+from .source import find, is_ours, load_trunk
+
+FORMAT = 1
+PROMPTS = 4  # at most: some hundred steps, enough for medians
+TRIAL = [0] * 16  # ids on which the number of threads is tried
+
+
+def run_profile(
+    source: str,
+    options: BenchOptions,
+    drafters: Sequence[str] | None = None,
+    prompts: str | None = None,
+    out: str | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    compile: bool = False,
+    clock: str = WALL,
+) -> int:
+    """Profile ``drafters`` on ``source``, a run, shipped heads or a plain trunk; print the tables, write the report.
+
+    Left out, ``drafters`` are none and the folder's own heads, and ``prompts`` the held-out text of a run, else the
+    questions spec. The report goes to ``out``; left out, to the folder report in a run, else to profile-NAME here.
+    """
+    from medusa.progress import progress
+
+    from .report import check_writable, print_tables
+    from .warmup import warm_up
+
+    folder = find(source, None)
+    target = Path(out).expanduser() if out else _target(source, folder)
+    check_writable(target, "name another folder with --out")  # before minutes of measuring
+    clock_for(pick_device(device), clock)  # refused now
+    own = has_drafts(folder)
+    if folder is not None and own:
+        trunk = load_trunk(folder, dtype=dtype, device=device)
+    else:
+        trunk = Trunk.load(folder or source, dtype=dtype, device=device)
+    made = {each: make_drafter(each, trunk, folder) for each in drafters or (["none", "auto"] if own else ["none"])}
+    named = {each.name if name == "auto" else name: each for name, each in made.items()}
+    set_threads(trunk, TRIAL, options.threads)
+    if compile:
+        for each in named.values():
+            warm_up(trunk, each)
+    usual = HELDOUT if folder is not None and (folder / CONFIG).is_file() else SPEC
+    count = min(options.prompts, PROMPTS)
+    chosen = prompt_set(
+        prompts or usual, trunk, folder, count=count, length=options.prompt_length, tokens=options.max_new_tokens
+    )
+    ids = [prompt.ids for prompt in chosen.prompts][:count]
+    with progress(len(ids), "profile") as advance:
+        report = profile_report(trunk, named, ids, options, advance, clock=clock) | {
+            "source": source,
+            "prompt_set": chosen.name,
+        }
+    write_profile(report, target)
+    print_tables(tables(report), notes(report))
+    print_tables([], [f"Profile and plot: {target}"], soft_wrap=True)
+    return 0
+
+
+def _target(source: str, folder: Path | None) -> Path:
+    run = Path(source).expanduser()
+    return run / "report" if is_ours(run) else Path(f"profile-{(folder or run).resolve().name}")
+
+
+def profile_report(
+    trunk: Trunk,
+    drafters: dict[str, Drafter],
+    prompts: Sequence[Sequence[int]],
+    options: BenchOptions,
+    advance: Callable[..., object] = lambda **_: None,
+    known: Rates | None = None,
+    clock: str = WALL,
+) -> dict[str, Any]:
+    """Profile the steps of ``drafters``; the report as JSON can hold it. ``known``: the machine's rates, else measured.
+
+    Raises:
+        UserError: prompts and new tokens exceed the trunk's context, or the clock is not one for its device.
+    """
+    check_task(trunk, prompts, options)
+    limits = known or rates(trunk.device, trunk.dtype, trunk_bytes(trunk, 0))
+    profile(trunk, drafters, prompts[:1], min(options.max_new_tokens, 8))  # warms up, unmeasured
+    found = profile(trunk, drafters, prompts, options.max_new_tokens, advance, lambda: clock_for(trunk.device, clock))
+    return {
+        "format": FORMAT,
+        "options": asdict(options),
+        "machine": describe(),
+        "rates": asdict(limits),
+        "trunk": describe_trunk(trunk),
+        "compiled": trunk.compiled is not None,
+        "clock": clock,
+        "drafters": {name: account(trunk, steps, limits) for name, steps in found.items()},
+    }
+
+
+def write_profile(report: dict[str, Any], folder: Path) -> None:
+    """Write profile.json, profile.md and profile.png to ``folder``. UserError if that can't be."""
+    from .profile_plots import step_parts
+    from .report import markdown_of
+
+    figure = step_parts(report)
+    try:
+        write_json(folder / "profile.json", report)
+        write_text(folder / "profile.md", markdown_of("Profile of a step", tables(report), notes(report)))
+        write_atomically(folder / "profile.png", partial(figure.savefig, dpi=150, format="png"))
+    except OSError as error:
+        raise UserError(f"the profile can't be written ({reason(error)}): name another folder with --out") from error
