@@ -12,21 +12,26 @@ from typing import Any
 import pytest
 
 from medusa.data.corpus import DataConfig
+from medusa.errors import UserError
 from medusa.heads import HeadsConfig
 from medusa.lawkit import ks_uniform
 from medusa.train import TrainConfig, train
 from medusa.train.config import CalibrationConfig, EvaluationConfig, HeadsTraining, NewTrunk, Training, TrunkConfig
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "exercises.py"
+SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def exercises() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("exercises", SCRIPT)
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def exercises() -> ModuleType:
+    return script("exercises")
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +97,13 @@ def test_numbers_are_uniform_for_the_law_alone(exercises: ModuleType, run: Path)
     greedy = [[*prompt, *[0] * 30] for prompt in prompts]
     others = [n for seed, row in enumerate(greedy) for n in exercises.transformed(trunk, row, 3, seed)]
     assert ks_uniform(others) < 1e-6
+
+
+def test_curves_of_what_was_trained(run: Path, tmp_path: Path) -> None:
+    module = script("curves")
+    ((name, seen, gained),) = module.curves(run)
+    assert name == "hydra heads" and seen[-1] == pytest.approx(4 * 2 * 32 / 1e6) and min(gained) >= 1
+    module.main([str(run), "--out", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    with pytest.raises(UserError, match=r"has no train_log\.jsonl and config\.yaml: give a folder made by"):
+        module.curves(tmp_path)
