@@ -97,14 +97,21 @@ def _loop(conversation: Conversation) -> int:
         with suppress(ImportError):  # keys that edit the line, where Python has it
             import readline  # noqa: F401
         _note("/help lists the commands, Ctrl-D leaves")
-    while (line := _ask(at_terminal)) is not None and line.strip() not in LEAVE:
+    while True:
         try:
+            line = _ask(at_terminal)
+            if line is None or line.strip() in LEAVE:
+                return 0
             _turn(conversation, line, at_terminal)
+        except KeyboardInterrupt:  # while a line is waited for, or before its answer has begun
+            if not at_terminal:
+                raise
+            print(file=sys.stderr)
+            _note("Ctrl-D or /quit leaves")
         except UserError as error:
             if not at_terminal:
                 raise
             print(f"medusa: {error}", file=sys.stderr)
-    return 0
 
 
 def _ask(at_terminal: bool) -> str | None:
@@ -118,12 +125,6 @@ def _ask(at_terminal: bool) -> str | None:
             if at_terminal:
                 print(file=sys.stderr)
             return None
-        except KeyboardInterrupt:
-            if not at_terminal:
-                raise
-            print(file=sys.stderr)
-            _note("Ctrl-D or /quit leaves")
-            continue
         if line.strip():
             return line
 

@@ -284,6 +284,21 @@ def test_ctrl_c_ends_a_single_answer_and_a_pipe(run: Path, medusa: Run, monkeypa
     assert medusa(run)[0] == 130
 
 
+def test_ctrl_c_between_a_question_and_its_answer_is_one_at_the_prompt(
+    run: Path, terminal: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def turn(conversation: object, line: str, at_terminal: bool) -> None:
+        asked.append(line)
+        if line == "Ay":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("medusa.infer.chat_cli._turn", turn)
+    code, _, err = terminal(run, keys=["Ay", "No"])
+    assert code == 0 and asked == ["Ay", "No"] and err.count("Ctrl-D or /quit leaves") == 1
+
+
 @pytest.mark.slow
 def test_a_real_terminal(run: Path) -> None:
     """Line by line through a pseudo-terminal: the prompt, an answer, Ctrl-C in the middle of one, Ctrl-D."""
