@@ -20,7 +20,7 @@ from medusa.trunk import Trunk
 from .checkpoints import told
 from .eagle_objective import EagleObjective, EagleTrainer
 from .heldout import Best, judge_ranks
-from .newtrunk import digest
+from .newtrunk import unchanged
 from .pictures import of_ranks
 from .record import AGAIN, TRUNK
 
@@ -78,14 +78,12 @@ def make_eagle(job: Job, trunk: Trunk, eagle: EagleConfig) -> EagleLayer:
         f"eagle: a layer of version {eagle.version}, {size:,} parameters, {training.steps} steps of {training.batch} x"
         f" {config.data.block} tokens, {training.passes} passes"
     )
-    before = digest(trunk)
     objective = EagleObjective(layer, training)
     trainer = EagleTrainer(objective, rows, training, seed=config.seed, device=trunk.device, group=job.group)
     evaluation = EagleEvaluation(trainer.judged.layer, held, training.depth, config.evaluation.nodes)
     trainer.kept = evaluation
-    job.run("eagle", trainer, evaluation, start, settings, saved)
-    if digest(trunk) != before:
-        raise RuntimeError("the trunk's weights changed while only an EAGLE layer was trained")
+    with unchanged(trunk, "an EAGLE layer was"):
+        job.run("eagle", trainer, evaluation, start, settings, saved)
 
     def finish() -> EagleLayer:
         evaluation.restore_best()

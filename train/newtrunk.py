@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,19 @@ def maker_of(trunk: str) -> str | None:
         if "new" in recipe.get("trunk", {}) and Path(recipe["run"]) / TRUNK == Path(trunk):
             return f"medusa train {name}"
     return None
+
+
+@contextmanager
+def unchanged(trunk: Trunk, trained: str) -> Iterator[None]:
+    """Prove that the trunk's weights are the same to the byte after ``trained`` alone was trained.
+
+    Raises:
+        RuntimeError: they are not, by a fault of ours.
+    """
+    before = digest(trunk)
+    yield
+    if digest(trunk) != before:
+        raise RuntimeError(f"the trunk's weights changed while only {trained} trained")
 
 
 def digest(trunk: Trunk) -> str:

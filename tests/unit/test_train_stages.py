@@ -19,7 +19,7 @@ from medusa.checkpoint import load_heads, load_tree, read_manifest, trunk_source
 from medusa.data.corpus import DataConfig
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig
-from medusa.train import newtrunk, stages
+from medusa.train import newtrunk
 from medusa.train.config import (
     CalibrationConfig,
     EvaluationConfig,
@@ -218,7 +218,7 @@ def test_heads_that_no_record_describes_are_not_trained_over(copied: TrainConfig
 
 def test_a_trunk_that_changes_under_the_heads_is_a_fault(copied: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     marks = iter(["before", "after"])
-    monkeypatch.setattr(stages, "digest", lambda trunk: next(marks))
+    monkeypatch.setattr(newtrunk, "digest", lambda trunk: next(marks))
     with pytest.raises(RuntimeError, match="trunk's weights changed"):
         train(copied, "heads", lambda line: None)
 
