@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import json
 import multiprocessing
 import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -660,48 +662,61 @@ def test_the_command_that_goes_on(argv: list[str], command: str) -> None:
 # SIGKILL itself, in processes of their own. The server that they are forked from imports once, and runs nothing.
 
 
-def process(config: TrainConfig) -> Any:
+def process(config: TrainConfig, *doom: float | int | None) -> Any:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["medusa.train.stages"])
-    started = context.Process(target=train, args=(config, None, len))  # len takes a line and says nothing
+    started = context.Process(target=doomed if doom else train_quietly, args=(config, *doom))
     started.start()
     return started
 
 
-def checkpoint_names(config: TrainConfig) -> set[str]:
-    """Those of all stages. Folders come and go meanwhile: to ``os.walk`` one that has gone is empty."""
-    top = Path(config.run) / checkpoints.FOLDER
-    stages = (each for each in os.walk(top) if Path(each[0]).parent == top)
-    return {os.path.join(stage, name) for stage, folders, _ in stages for name in folders}
+def train_quietly(config: TrainConfig) -> None:
+    train(config, report=quiet)
 
 
-def wait_for(child: Any, config: TrainConfig, saving: bool) -> None:
-    """Until the process begins to write its next checkpoint, or until it is written."""
-    before = checkpoint_names(config)
-    while child.is_alive():
-        if any(name.endswith(".new") == saving for name in checkpoint_names(config) - before):
-            return
-        time.sleep(0.0005)
+def sigkill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def doomed(config: TrainConfig, delay: float | None, files: int | None) -> None:
+    """Train until SIGKILL, which comes ``delay`` seconds after the first step, or when the next checkpoint's folder is
+    full and so many of its files are on the disk. It comes from within, hence on a busy machine too, and at the last
+    step at the latest: such a process can't end by itself."""
+    left = itertools.count(files, -1) if files is not None else None
+    to_disk, on_step_end = checkpoints.to_disk, follow.Watch.on_step_end
+    begun = threading.Event()
+
+    def counted(path: Path) -> None:
+        if left is not None and next(left) == 0:
+            sigkill()
+        to_disk(path)
+
+    def timed(self: follow.Watch, args: Any, state: Any, control: Any, **more: Any) -> None:
+        on_step_end(self, args, state, control, **more)
+        if delay is not None and not begun.is_set():
+            begun.set()
+            threading.Timer(delay, sigkill).start()
+
+    checkpoints.to_disk, follow.Watch.on_step_end = counted, timed  # type: ignore[assignment, method-assign]
+    with at_step("heads", config.heads_training.steps, sigkill):
+        train_quietly(config)
 
 
 @pytest.mark.slow
-def test_sigkill_at_random_moments_and_in_the_middle_of_saving(tmp_path: Path) -> None:
+def test_sigkill_at_random_moments_and_in_the_middle_of_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where the processes find this file as ``tests.unit``
     (tmp_path / "a").mkdir()
-    wanted = small(tmp_path / "a", MAKERS[1], steps=200)  # more than seven kills use up on a fast machine
+    wanted = small(tmp_path / "a", MAKERS[1], steps=60)
     train(wanted, report=quiet)
     config = replace(wanted, run=str(tmp_path / "b"))
-    chance, kills, in_mid_save = random.Random(0), 0, 0
-    while kills < 7:
-        child = process(config)
-        wait_for(child, config, saving=kills % 2 == 1)
-        if kills % 2 == 0:
-            time.sleep(chance.uniform(0, 0.05))
-        child.kill()
+    chance, in_mid_save = random.Random(0), []
+    for kills in range(8):
+        timed = kills % 2 == 0
+        child = process(config, chance.uniform(0, 0.1) if timed else None, None if timed else chance.randrange(5))
         child.join()
         assert child.exitcode == -signal.SIGKILL, f"ended by itself after {kills} kills"
-        kills += 1
-        in_mid_save += any(name.endswith(".new") for name in checkpoint_names(config))
-    assert in_mid_save
+        in_mid_save.append(any((Path(config.run) / checkpoints.FOLDER).glob("*/.new/checkpoint-*")))
+    assert any(in_mid_save[1::2])
     last = process(config)
     last.join()
     assert last.exitcode == 0
