@@ -23,6 +23,7 @@ from medusa.drafters.none import NullDrafter
 from medusa.drafters.sized import SizedDrafter
 from medusa.errors import UserError
 from medusa.machine import describe, pick_threads
+from medusa.packed import packed_layers
 from medusa.processors import Processing
 from medusa.tree import Topology
 from medusa.trunk import Trunk
@@ -82,10 +83,12 @@ def run_bench(
     dtype: str = "auto",
     device: str = "auto",
     compile: bool = False,
+    packed: bool | None = None,
 ) -> int:
     """Benchmark the checkpoint in ``folder``, print the tables and write the report to ``out`` (``folder``/report).
 
-    ``compile`` compiles the steps of our own loop; the first, unmeasured round waits for it.
+    ``compile`` compiles the steps of our own loop; the first, unmeasured round waits for it; ``packed``
+    goes to ``Trunk.load``.
     Returns the exit code: 1 if an output differs from plain ``generate`` by more than a near-tie, else 0.
     """
     from medusa.data.prompts import heldout_prompts
@@ -98,7 +101,7 @@ def run_bench(
     run = Path(folder).expanduser()
     target = Path(out).expanduser() if out else run / "report"
     check_writable(target, "name another folder with --out")  # before minutes of measuring
-    engine = Engine.load(run, dtype=dtype, device=device, compile=compile)
+    engine = Engine.load(run, dtype=dtype, device=device, compile=compile, packed=packed)
     documents = heldout_documents(run)
     prompts = heldout_prompts(documents, options.prompts, options.prompt_length, "benchmark")
     heldout = _loss_rows(documents, engine.trunk)
@@ -199,11 +202,12 @@ def _compared(runs: dict[str, list[list[Run]]], seed: int) -> dict[str, Any]:
 
 
 def describe_trunk(trunk: Trunk) -> dict[str, Any]:
-    """Family, size and dtype."""
+    """Family, size, dtype, and how many layers have packed weights in our loop."""
     return {
         "family": trunk.family,
         "parameters": trunk.model.num_parameters(),
         "dtype": str(trunk.dtype).removeprefix("torch."),
+        "packed": packed_layers(trunk.model),
     }
 
 

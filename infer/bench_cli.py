@@ -31,7 +31,7 @@ def bench(argv: list[str]) -> int:
     from .bench import BenchOptions, run_bench
     from .bench_axes import BASELINES, AxisOptions
     from .bench_run import run_axes
-    from .cli import add_machine, quiet_unless_terminal
+    from .cli import add_machine, add_packed, quiet_unless_terminal
     from .drafters import listed
     from .profile import CLOCKS, WALL
     from .profile_run import run_profile
@@ -45,6 +45,7 @@ def bench(argv: list[str]) -> int:
     parser.add_argument("run", type=str, help="a folder made by `medusa train`, or of a trunk, or a hub id")
     parser.add_argument("--out", type=str, help="where the report goes; left out, into the run's folder")
     add_machine(parser)
+    add_packed(parser)
     parser.add_class_arguments(BenchOptions)
     for name, kind, says in AXES:
         text = says.format(drafters=listed(), baselines=listed(BASELINES))
@@ -67,7 +68,7 @@ def bench(argv: list[str]) -> int:
     asked = {name: value for name, value in given.items() if value not in (None, False)}
     axes = AxisOptions(**asked)
     quiet_unless_terminal()
-    where = {"dtype": args.dtype, "device": args.device}
+    where = {"dtype": args.dtype, "device": args.device, "packed": args.packed}
     if args.profile:
         drafters, sets = asked.pop("drafters", None), asked.pop("prompt_set", [None])
         if asked or len(sets) > 1:

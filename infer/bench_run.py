@@ -33,12 +33,13 @@ def run_axes(
     dtype: str = "auto",
     device: str = "auto",
     compile: bool = False,
+    packed: bool | None = None,
 ) -> int:
     """Benchmark all combinations on ``source``, a run, shipped heads or a plain trunk; print and write the report.
 
-    ``compile`` compiles the steps of our own loop before anything is measured.
-    It goes to ``out``; left out, to the folder benchmark in a run, else to benchmark-NAME here. Returns the exit code:
-    1 if a greedy output of ours differs from plain ``generate`` by more than a near-tie, else 0.
+    ``compile`` compiles the steps of our own loop before anything is measured; ``packed`` goes to ``Trunk.load``.
+    The report goes to ``out``; left out, to the folder benchmark in a run, else to benchmark-NAME here. Returns the
+    exit code: 1 if a greedy output of ours differs from plain ``generate`` by more than a near-tie, else 0.
     """
     from medusa.progress import progress
 
@@ -47,7 +48,7 @@ def run_axes(
     folder = find(source, None)
     target = Path(out).expanduser() if out else _target(source, folder)
     check_writable(target, "name another folder with --out")  # before minutes of measuring
-    trunk = _load(source, folder, dtype, device)
+    trunk = _load(source, folder, dtype=dtype, device=device, packed=packed)
     check_config(trunk)
     set_threads(trunk, TRIAL, options.threads)
     ways = contenders(trunk, folder, axes, compile)
@@ -77,10 +78,10 @@ def _target(source: str, folder: Path | None) -> Path:
     return run / "benchmark" if is_ours(run) else Path(f"benchmark-{(folder or run).resolve().name}")
 
 
-def _load(source: str, folder: Path | None, dtype: str, device: str) -> Trunk:
+def _load(source: str, folder: Path | None, **how: Any) -> Trunk:
     if folder is not None and has_drafts(folder):
-        return load_trunk(folder, dtype=dtype, device=device)
-    return Trunk.load(folder or source, dtype=dtype, device=device)
+        return load_trunk(folder, **how)
+    return Trunk.load(folder or source, **how)
 
 
 def _usual(folder: Path | None) -> list[str]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
+from medusa.bound import Bound
 from medusa.checkpoint import CALIBRATION, MANIFEST, load_heads, load_tree
 from medusa.cut import cut
 from medusa.dialects import is_published, load_published, published_tree
@@ -26,11 +28,14 @@ from medusa.eagle_files import EAGLE, PLACE, eagle_place, eagle_tree, load_eagle
 from medusa.eagle_published import is_published_eagle, load_published_eagle
 from medusa.errors import UserError, nearest
 from medusa.files import read_json
+from medusa.packed import pack, packed_layers
 from medusa.parallel import spread
 from medusa.selfcheck import check_tree
 from medusa.sizing import Sizing, rungs
 from medusa.tree import Topology
 from medusa.trunk import Trunk
+
+Drafts = TypeVar("Drafts", bound=Bound)
 
 # Each word, and what follows its colon; "" where nothing does, in brackets what may be left out.
 DRAFTERS = {
@@ -106,7 +111,8 @@ def draft_model(word: str, about: str, trunk: Trunk) -> Trunk:
     """The second model that ``draft:ABOUT`` or ``cut:ABOUT`` names, on the trunk's device and in its dtype."""
     if word == "draft":
         together = spread(trunk.model)
-        made = Trunk.load(about, dtype=trunk.dtype, device=trunk.device, check=not together)
+        packs = None if packed_layers(trunk.model) else False
+        made = Trunk.load(about, dtype=trunk.dtype, device=trunk.device, check=not together, packed=packs)
         if together:  # checked without a trial of what is faster, which may end otherwise on each process
             check_tree(made)
         return made
@@ -143,9 +149,9 @@ def _layer(name: str, folder: Path | None, trunk: Trunk) -> tuple[EagleLayer, Pa
     """The EAGLE layer in a folder, and where it is. UserError if there is none."""
     place = None if folder is None else eagle_place(folder)
     if place is not None:
-        return load_eagle(place, trunk), place
+        return _as_the_trunk(load_eagle(place, trunk)), place
     if folder is not None and is_published_eagle(folder):
-        return load_published_eagle(folder, trunk), folder
+        return _as_the_trunk(load_published_eagle(folder, trunk)), folder
     where = "a plain trunk" if folder is None else str(folder)
     raise UserError(
         f"drafter={name!r} takes an EAGLE layer, and {where} has no {PLACE / EAGLE}: give a run that was trained with"
@@ -161,10 +167,18 @@ def _heads(name: str, trunk: Trunk, folder: Path | None) -> MedusaDrafter:
             " such a folder, or another drafter"
         )
     if not (folder / MANIFEST).is_file():
-        heads = load_published(folder, trunk)
+        heads = _as_the_trunk(load_published(folder, trunk))
         return MedusaDrafter(heads, published_tree(folder, heads.config))
-    heads = load_heads(folder, trunk)
+    heads = _as_the_trunk(load_heads(folder, trunk))
     return MedusaDrafter(heads, load_tree(folder, heads.config))
+
+
+def _as_the_trunk(drafts: Drafts) -> Drafts:
+    """With packed weights where the trunk has them."""
+    if packed_layers(drafts.trunk.model):
+        for part in drafts.parts:
+            pack(part)
+    return drafts
 
 
 def _dynamic(own: MedusaDrafter, nodes: int, folder: Path | None) -> DynamicDrafter:

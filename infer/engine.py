@@ -83,7 +83,7 @@ class Engine:
         ``dtype`` and ``device`` are the trunk's ("auto": its own, and a GPU where there is one);
         ``check`` verifies at load that it can be driven exactly with a token tree. ``compile`` has the trunk's steps
         over one row's trees compiled, each when it is first met, or by :meth:`warmup` before. ``trunk_options`` go to
-        :meth:`medusa.trunk.Trunk.load`: an adapter, and what ``from_pretrained`` takes.
+        :meth:`medusa.trunk.Trunk.load`: ``packed``, an adapter, and what ``from_pretrained`` takes.
 
         Raises:
             UserError: nothing there, an unknown drafter, a plain trunk with drafter "auto", or heads or a draft model

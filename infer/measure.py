@@ -20,6 +20,7 @@ from medusa.cache import SlotCache
 from medusa.decoding import Decoder, Request
 from medusa.drafters.base import Drafter, DraftSession
 from medusa.machine import seconds
+from medusa.packed import as_loaded
 from medusa.sampling import Chance
 from medusa.tree import DraftTree
 from medusa.trunk import Trunk, TrunkOutput
@@ -47,17 +48,18 @@ Contender = Callable[[Sequence[int], int], Run]  # prompt, number of new tokens
 
 
 def plain_generate(trunk: Trunk) -> Contender:
-    """The library's own greedy ``generate`` with its default cache, as users call it."""
+    """The library's own greedy ``generate`` with its default cache and the weights as loaded, as users call it."""
 
     def run(prompt: Sequence[int], tokens: int) -> Run:
         ids_1T = torch.tensor([list(prompt)], device=trunk.device)
         mask_1T = torch.ones_like(ids_1T)
         out: list[Tensor] = []
-        taken = seconds(
-            lambda: out.append(
-                trunk.model.generate(input_ids=ids_1T, attention_mask=mask_1T, max_new_tokens=tokens, **GREEDY)
+        with as_loaded(trunk.model):
+            taken = seconds(
+                lambda: out.append(
+                    trunk.model.generate(input_ids=ids_1T, attention_mask=mask_1T, max_new_tokens=tokens, **GREEDY)
+                )
             )
-        )
         return Run(out[0][0, len(prompt) :].tolist(), taken, tokens - 1)
 
     return run

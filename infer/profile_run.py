@@ -37,6 +37,7 @@ def run_profile(
     dtype: str = "auto",
     device: str = "auto",
     compile: bool = False,
+    packed: bool | None = None,
     clock: str = WALL,
 ) -> int:
     """Profile ``drafters`` on ``source``, a run, shipped heads or a plain trunk; print the tables, write the report.
@@ -55,9 +56,9 @@ def run_profile(
     clock_for(pick_device(device), clock)  # refused now
     own = has_drafts(folder)
     if folder is not None and own:
-        trunk = load_trunk(folder, dtype=dtype, device=device)
+        trunk = load_trunk(folder, dtype=dtype, device=device, packed=packed)
     else:
-        trunk = Trunk.load(folder or source, dtype=dtype, device=device)
+        trunk = Trunk.load(folder or source, dtype=dtype, device=device, packed=packed)
     made = {each: make_drafter(each, trunk, folder) for each in drafters or (["none", "auto"] if own else ["none"])}
     named = {each.name if name == "auto" else name: each for name, each in made.items()}
     set_threads(trunk, TRIAL, options.threads)

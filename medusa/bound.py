@@ -34,7 +34,7 @@ class Bound(nn.Module):
         super().__init__()
         check_projection(trunk)
         self._trunk = (trunk,)  # in a tuple: a module attribute would be registered and saved
-        self._shared: tuple[Tensor, Tensor | None] | tuple[()] = ()  # a slice of the trunk's projection, where used
+        self._shared: tuple[nn.Linear, ...] = ()  # a slice of the trunk's projection, where used; not registered
         device = trunk.model.get_output_embeddings().weight.device
         self.register_buffer("draft_ids", _checked(draft_ids, vocab, name, trunk, device))
 
@@ -52,9 +52,30 @@ class Bound(nn.Module):
         weight, bias = whole(output.weight.data), None if output.bias is None else whole(output.bias.data)
         return (weight, bias) if ids is None else (weight[ids], None if bias is None else bias[ids])
 
+    def share(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Draft by these rows of the trunk's projection."""
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self._shared = (layer,)
+
     def trunk_rows(self) -> tuple[Tensor, Tensor | None] | tuple[()]:
         """What :meth:`medusa.trunk.Trunk.project` takes to give the trunk's logits of the tokens drafted from."""
-        return self._shared if self.draft_ids is None or self._shared else self.projection_rows()
+        if self._shared:
+            return self._shared[0].weight, self._shared[0].bias
+        return () if self.draft_ids is None else self.projection_rows()
+
+    def projected(self, states: Tensor, projection: nn.Module | None = None) -> Tensor:
+        """States [.., D] -> logits [.., V'] by a projection, or by the trunk's, with the trunk's scale and softcap."""
+        if projection is None and not self._shared:
+            return self.trunk.project(states)
+        logits: Tensor = self.trunk.scaled((projection or self._shared[0])(states))
+        return logits
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """All that this computes with, but the trunk: itself, and what is not registered with it."""
+        return [self, *self._shared]
 
     @property
     def choices(self) -> int:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from medusa.decoding import Decoder, Request
-from medusa.drafters.base import Drafter
+from medusa.drafters.base import Drafter, parts_of
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.sized import SizedDrafter
 from medusa.errors import UserError
 from medusa.heads import MedusaHeads
 from medusa.machine import own_seconds
+from medusa.packed import packed
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk
 
@@ -48,6 +49,19 @@ def drafter_costs(
     progress: Progress | None = None,
 ) -> list[tuple[float, float]]:
     """:func:`step_costs` of any drafters, each of which fills the tree of its place."""
+    parts = {part: None for drafter in drafters for part in parts_of(drafter)}  # several trees share their heads
+    with packed(trunk.model, *parts):
+        return _in_turns(trunk, drafters, topologies, prompts, rounds, progress)
+
+
+def _in_turns(
+    trunk: Trunk,
+    drafters: Sequence[Drafter],
+    topologies: Sequence[Topology],
+    prompts: Sequence[Sequence[int]],
+    rounds: int,
+    progress: Progress | None,
+) -> list[tuple[float, float]]:
     steps: list[list[float]] = [[] for _ in topologies]
     forwards: list[list[float]] = [[] for _ in topologies]
     decoders = [_fresh(trunk, *each, prompts) for each in zip(drafters, topologies, strict=True)]

@@ -25,7 +25,7 @@ from medusa.bound import Bound
 from medusa.cache import LayerShape, PlaneShape, SlotCache
 from medusa.eagle_block import THETA, Body, EagleSizes, Passes, RMSNorm, attend_to
 from medusa.errors import UserError
-from medusa.head_parts import Linear, like
+from medusa.head_parts import Linear
 from medusa.trunk import Trunk, TrunkOutput
 
 VERSIONS = (1, 3)
@@ -148,7 +148,7 @@ class EagleLayer(Bound):
             self.norm = RMSNorm(self.sizes.hidden, self.sizes.eps).to(device, kept)
             self.lm_head = Linear(self.sizes.hidden, len(weight), bias=bias is not None).to(device, kept)
         elif self.draft_ids is not None:
-            self._shared = weight, bias
+            self.share(weight, bias)
         if initialise:
             self.body.start(torch.Generator().manual_seed(seed))
             if self.lm_head is not None:
@@ -187,9 +187,7 @@ class EagleLayer(Bound):
 
     def logits(self, state: Tensor) -> Tensor:
         """States [.., D] -> logits [.., V'], with the trunk's own scale and softcap. :meth:`tokens` names them."""
-        if self.norm is None or self.lm_head is None:
-            return self.trunk.project(state, *self._shared)
-        return self.trunk.project(self.norm(state), *like(state, self.lm_head))
+        return self.projected(state if self.norm is None else self.norm(state), self.lm_head)
 
     def embed(self, ids: Tensor, beside: Tensor) -> Tensor:
         """The trunk's embeddings [.., E] of ``ids``, where ``beside`` is and in its precision."""

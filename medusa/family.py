@@ -1,11 +1,11 @@
-"""What a model's config says about how it attends: windows, limits, and what can't be driven with a token tree.
+"""What a model's config says of it: windows, limits, scales, and what can't be driven with a token tree.
 
 Read off the config alone: no short trial would show a window of 4,096 tokens, or frequencies that change after 8,192.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from medusa.errors import UserError
 
@@ -107,3 +107,25 @@ def turning_point(config: Any) -> tuple[int | None, bool]:
             own = getattr(config, "original_max_position_embeddings", None)
             return kind.get("original_max_position_embeddings") or own or context(config), False
     return None, False
+
+
+class Scaling(NamedTuple):
+    """What a model does to its projection's output: Cohere's factor, Granite's divisor, Gemma's softcap."""
+
+    factor: float | None
+    divisor: float | None
+    cap: float | None
+
+    @classmethod
+    def of(cls, config: Any) -> Scaling:
+        """Read once: a config takes its time to find what it lacks."""
+        names = "logit_scale", "logits_scaling", "final_logit_softcapping"
+        return cls(*(getattr(config, name, None) for name in names))
+
+    def __call__(self, logits: Any) -> Any:
+        """The logits [.., V] that the model would give."""
+        if self.factor is not None:
+            logits = logits * self.factor
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        return logits if self.cap is None else self.cap * (logits / self.cap).tanh()

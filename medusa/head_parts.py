@@ -14,13 +14,23 @@ from torch import Tensor, nn
 class Linear(nn.Linear):
     """A linear layer that computes in the precision of its input, whatever its weights are kept in."""
 
+    packs = True  # see medusa.packed
+
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, *like(x, self))
 
 
 def like(x: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Weight and bias in the precision of ``x``."""
-    return linear.weight.to(x.dtype), None if linear.bias is None else linear.bias.to(x.dtype)
+    weight, bias = linear.weight, linear.bias
+    if weight.dtype == x.dtype:  # asked in each step: to convert to the same is not free
+        return weight, bias
+    return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+
+
+def residual(x: Tensor, read: Tensor, linear: nn.Module) -> Tensor:
+    """What a block makes of its input, by the layer that reads it."""
+    return x + nn.functional.silu(linear(read))
 
 
 class ResBlock(nn.Module):
@@ -34,10 +44,10 @@ class ResBlock(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         read = x if context is None else torch.cat([x, context], -1)
-        return x + nn.functional.silu(self.linear(read))
+        return residual(x, read, self.linear)
 
 
-class LowRank(nn.Linear):
+class LowRank(Linear):
     """A projection in two steps, D to R and R to V': ``down.weight`` [R, D], ``weight`` [V', R], ``bias`` [V']."""
 
     def __init__(self, hidden: int, rank: int, vocab: int, bias: bool) -> None:

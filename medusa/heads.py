@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from medusa.bound import Bound
 from medusa.errors import UserError, nearest
-from medusa.head_parts import Head, LowRank, Markov, like
+from medusa.head_parts import Head, Linear, LowRank, Markov
 from medusa.trunk import Trunk
 
 KINDS = ("medusa", "root", "hydra")
@@ -138,7 +138,7 @@ class MedusaHeads(Bound):
         self.config = config
         output, rows = trunk.model.get_output_embeddings(), self.projection_rows()
         if config.projection == "shared" and config.vocab is not None:
-            self._shared = rows
+            self.share(*rows)
         start = _start(config, *rows) if initialise else None
         extra = trunk.embed(torch.zeros(1, dtype=torch.long, device=trunk.device)).shape[-1]
         self.heads = nn.ModuleList()
@@ -169,12 +169,13 @@ class MedusaHeads(Bound):
 
     def logits(self, head: int, features: Tensor) -> Tensor:
         """Features [.., D] -> logits [.., V'], with the trunk's own scale and softcap. :meth:`tokens` names them."""
-        projection = self.head(head).projection
-        if projection is None:
-            return self.trunk.project(features, *self._shared)
+        return self.project(self.head(head).projection, features)
+
+    def project(self, projection: nn.Module | None, features: Tensor) -> Tensor:
+        """The same by a head's projection, None where heads share the trunk's."""
         if isinstance(projection, LowRank):
             features = projection.down(features)
-        return self.trunk.project(features, *like(features, projection))
+        return self.projected(features, projection)
 
     def behind(self, head: int, logits: Tensor, before: Tensor) -> Tensor:
         """Logits [.., V'] of head ``head`` behind the tokens ``before`` [..], those just before the ones it guesses.
@@ -211,7 +212,7 @@ def _projection(config: HeadsConfig, trunk: HeadSizes) -> nn.Linear | None:
     if config.projection == "shared":
         return None
     if config.rank is None:
-        return nn.Linear(hidden, vocab, bias=trunk.bias)
+        return Linear(hidden, vocab, bias=trunk.bias)
     if config.rank > (most := min(hidden, vocab)):
         raise UserError(f"heads.rank={config.rank}: a projection of {hidden} to {vocab} has at most {most}")
     return LowRank(hidden, config.rank, vocab, trunk.bias)

@@ -96,14 +96,16 @@ def notes(report: dict[str, Any]) -> list[str]:
 
 
 def compiled_line(report: dict[str, Any]) -> str:
-    """Whether our loop ran compiled."""
+    """Whether our loop ran compiled, and with packed weights."""
     sizes: dict[int, list[str]] = {}
     for rows, nodes in report.get("compiled") or []:
         sizes.setdefault(rows, []).append(str(nodes))
+    layers = report["trunk"].get("packed") or 0
+    packed = f" The weights of {layers} layers were packed for it; the library ran as loaded." if layers else ""
     if not sizes:
-        return "Our loop ran eagerly: none of its steps was compiled."
+        return f"Our loop ran eagerly: none of its steps was compiled.{packed}"
     each = "; ".join(f"{rows} row{'s' * (rows > 1)} of {', '.join(nodes)}" for rows, nodes in sizes.items())
-    return f"Our loop's steps were compiled, for these rows and nodes: {each}. All else ran eagerly."
+    return f"Our loop's steps were compiled, for these rows and nodes: {each}. All else ran eagerly.{packed}"
 
 
 def machine_line(machine: dict[str, Any]) -> str:

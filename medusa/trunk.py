@@ -17,16 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from medusa.cache import LayerShape, PlaneShape, SlotCache, StepCache
 from medusa.compiled import CompiledSteps
 from medusa.errors import UserError
-from medusa.family import context, refuse_by_config, text_config, turning_point, windows
+from medusa.family import Scaling, context, refuse_by_config, text_config, turning_point, windows
 from medusa.fingerprint import fingerprint
 from medusa.folded import copies_in, fold_mask, settle
 from medusa.loading import load_model
 from medusa.mask import attention_bias, positions
+from medusa.packed import settle_products
 from medusa.prefill import prefill
 from medusa.selfcheck import check_tree, projects_directly
 from medusa.tree import DraftTree
@@ -67,6 +69,7 @@ class Trunk:
         self._by_type = getattr(self.config, "layer_types", None) is not None
         self.dtype: torch.dtype = model.dtype
         self.windows = windows(self.config)
+        self.scaled = Scaling.of(self.config)
         self.context = context(self.config)
         self._turning_point, self._turns_on = turning_point(self.config)
         self._body: Any = None
@@ -88,6 +91,7 @@ class Trunk:
         revision: str | None = None,
         check: bool = True,
         adapter: str | Path | None = None,
+        packed: bool | None = None,
         **options: Any,
     ) -> Trunk:
         """Load a folder or hub id with its tokenizer.
@@ -96,7 +100,8 @@ class Trunk:
         adapter alone brings its base. The adapter's weights stay beside the model's, so heads made for the base fit,
         and what is decoded is the adapted model's text. ``options`` go to ``from_pretrained``:
         ``quantization_config``, ``gguf_file``, ``device_map``, ``attn_implementation``, ``trust_remote_code``,
-        ``subfolder``, ``token`` and so on. With a ``device_map`` the model stays where that puts it.
+        ``subfolder``, ``token`` and so on. With a ``device_map`` the model stays where that puts it. ``packed``: have a
+        copy of the weights packed for few rows (:mod:`medusa.packed`); None where that is faster and memory allows.
 
         Raises:
             UserError: nothing there, broken or incomplete files, or a kind of model that can't be a trunk.
@@ -105,6 +110,7 @@ class Trunk:
             name, dtype=dtype, device=device, revision=revision, adapter=adapter, options=options
         )
         trunk = cls(model, tokenizer, check=False)
+        settle_products(model, packed)
         return settle(trunk, choose="attn_implementation" not in options) if check else trunk
 
     @property
@@ -166,17 +172,10 @@ class Trunk:
     def project(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Logits of states [.., D], through the trunk's own projection or one of the same form.
 
-        Applies what the trunk does after it (Cohere's scale, Granite's division, Gemma's softcap). Whether that is
-        the trunk's own path is what ``check_projection`` finds out.
+        Applies what the trunk does after it. Whether that is the trunk's own path is what ``check_projection`` finds
+        out.
         """
-        logits = self._head(hidden) if weight is None else torch.nn.functional.linear(hidden, weight, bias)
-        if (scale := getattr(self.config, "logit_scale", None)) is not None:
-            logits = logits * scale
-        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
-            logits = logits / divisor
-        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+        return self.scaled(self._head(hidden) if weight is None else linear(hidden, weight, bias))
 
     @torch.no_grad()
     def forward(

@@ -65,9 +65,12 @@ def save_model(folder: Path, model: Any, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def load_trunk(trunk: TrunkConfig, run: Path) -> Trunk:
-    """Load the trunk that is named, or the one made in the folder ``run``."""
-    name = trunk.name or str(run / TRUNK)
-    return Trunk.load(name, dtype=trunk.dtype, device=pick_device(trunk.device), revision=trunk.revision)
+    """Load the trunk that is named, or the one made in the folder ``run``.
+
+    Its products are the library's: which are faster here is a trial, and a run that goes on must go on to the bit.
+    """
+    name, device = trunk.name or str(run / TRUNK), pick_device(trunk.device)
+    return Trunk.load(name, dtype=trunk.dtype, device=device, revision=trunk.revision, packed=False)
 
 
 def check_name(name: str) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medusa.accept import Acceptance
+from medusa.bound import Bound
 from medusa.sampling import Chance
 from medusa.tree import DraftTree
 from medusa.trunk import Trunk, TrunkOutput
@@ -87,3 +88,8 @@ def layers_of(drafter: Drafter) -> tuple[int, ...]:
     """The trunk's states that a drafter's sessions read, in ``states`` of what they are given, beside the last one."""
     layers: tuple[int, ...] = getattr(drafter, "layers", ())
     return layers
+
+
+def parts_of(drafter: Drafter) -> list[nn.Module]:
+    """All modules of its own that a drafter computes with: its heads, or its EAGLE layer."""
+    return [part for held in vars(drafter).values() if isinstance(held, Bound) for part in held.parts]

@@ -1,0 +1,216 @@
+"""Weights packed for few rows: on a processor, a step over a small tree then costs about what one token costs.
+
+A forward of one token reads every weight once; one of eight needs no more bytes, and a processor has the arithmetic to
+spare. Yet the usual product of few rows with a matrix takes two to four times as long as that of one row, for its
+kernels are made for many. oneDNN's are not, if they may lay the weights out as they like: SmolLM2-135M in fp32 on two
+cores takes 43, 43 and 48 ms for 1, 4 and 8 tokens, and 60, 82 and 91 as it is loaded (AMD EPYC). No compiler is needed.
+
+The packed weights are a copy: the model keeps its own, which it is trained, saved and read by. It is the same sum, in
+an order that does not go by the number of rows. Used where it is faster, which is tried at load.
+
+Dimensions: M rows, D_in and D_out columns of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from medusa.errors import UserError
+from medusa.machine import own_seconds
+from medusa.parallel import spread
+
+DTYPES = (torch.float32, torch.bfloat16)  # what oneDNN computes on any processor that it knows
+TRIAL_ROWS = 8  # a usual tree
+ROUNDS = 9
+ROUNDING = 64  # units in the last place of the largest number, by which two orders of summation may differ
+SHARE = 0.5  # of the memory that is free, at most, for the packed copies
+
+
+class Weight:
+    """A layer's packed weight, of the state that its own weight was in. A copy of the model has none."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TRIAL_ROWS)
+        self.state = _state(weight)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+
+class Packs:
+    """What a linear layer becomes: it reads its packed weight, but where gradients are wanted, a trace is made, the
+    input has another dtype, or its weight was changed since. There it is as it was."""
+
+    medusa_packed: Weight | None
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        packed = self.medusa_packed
+        if packed is None or not _serves(packed, self.weight, input):
+            output: Tensor = super().forward(input)  # type: ignore[misc]
+            return output
+        return _product(input, packed.packed, self.bias)
+
+
+@cache
+def _packing(kind: type[nn.Linear]) -> type[nn.Linear]:
+    """A kind of linear layer that packs."""
+    return type(f"Packed{kind.__name__}", (Packs, kind), {})
+
+
+def _serves(packed: Weight, weight: Tensor, input: Tensor) -> bool:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return input.dtype is weight.dtype and packed.state == _state(weight)
+
+
+def _state(weight: Tensor) -> tuple[int, int]:
+    """What changes as a weight is written to, or another is put in its place."""
+    return weight.data_ptr(), weight._version
+
+
+def _product(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
+    return output
+
+
+def settle_products(model: nn.Module, choose: bool | None = None) -> None:
+    """Pack a model's weights, each where that is faster here and as far as memory allows.
+
+    ``choose``: None for that; True to pack all that can be, False none.
+
+    Raises:
+        UserError: ``choose`` is True, and there is nothing that can be packed.
+    """
+    if choose is not False and not pack(model, always=choose is True) and choose:
+        raise UserError(
+            "packed=True: the trunk has no linear layers on a processor, in fp32 or bf16 and in one process, that"
+            " oneDNN can pack here: leave packed out"
+        )
+
+
+def pack(model: nn.Module, always: bool = False) -> int:
+    """Pack the linear layers of a model, each where that is faster, or ``always``; return how many are packed.
+
+    Nothing is packed where the copies would take more than half of the memory that is free, unless ``always``.
+    """
+    layers: list[Any] = [layer for layer in model.modules() if _can_pack(layer)]
+    needed, free = sum(layer.weight.nbytes for layer in layers), free_memory()
+    if not _available() or spread(model) or (not always and free is not None and needed > SHARE * free):
+        return 0
+    pays: dict[tuple[Any, ...], bool] = {}
+    for layer in layers:
+        kind = (*layer.weight.shape, layer.weight.dtype, layer.bias is None)
+        if kind not in pays:
+            pays[kind] = is_right(layer) and (always or packing_pays(layer))
+        if pays[kind]:
+            layer.medusa_packed = Weight(layer.weight)
+            layer.__class__ = _packing(layer.__class__)
+    return packed_layers(model)
+
+
+def unpack(model: nn.Module) -> None:
+    """Drop the packed weights: every layer is what it was."""
+    for layer in _packed(model):
+        del layer.medusa_packed
+        layer.__class__ = _usual(layer)
+
+
+def packed_layers(model: nn.Module) -> int:
+    """How many layers of a model are packed."""
+    return len(_packed(model))
+
+
+def _packed(model: nn.Module) -> list[Any]:
+    return [layer for layer in model.modules() if isinstance(layer, Packs)]
+
+
+def _usual(layer: Any) -> type[nn.Linear]:
+    kind: type[nn.Linear] = type(layer).__bases__[1]
+    return kind
+
+
+@contextmanager
+def packed(*models: nn.Module) -> Iterator[None]:
+    """Models as an engine decodes with them, for a while: packed where that is faster, but those that are already."""
+    bare = [model for model in models if not packed_layers(model)]
+    for model in bare:
+        pack(model)
+    try:
+        yield
+    finally:
+        for model in bare:
+            unpack(model)
+
+
+@contextmanager
+def as_loaded(*models: nn.Module) -> Iterator[None]:
+    """Models with the library's own products for a while, to compare with."""
+    kinds = {layer: type(layer) for model in models for layer in _packed(model)}
+    for layer in kinds:
+        layer.__class__ = _usual(layer)
+    try:
+        yield
+    finally:
+        for layer, kind in kinds.items():
+            layer.__class__ = kind
+
+
+@torch.inference_mode()
+def is_right(layer: nn.Linear) -> bool:
+    """Whether a layer's packed product is the usual one but for rounding, tried on random rows."""
+    weight = layer.weight
+    rows = torch.randn(TRIAL_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    usual, found = linear(rows, weight, layer.bias), _product(rows, Weight(weight).packed, layer.bias)
+    return bool((found - usual).abs().max() <= ROUNDING * torch.finfo(weight.dtype).eps * usual.abs().max())
+
+
+@torch.inference_mode()
+def packing_pays(layer: nn.Linear, clock: Callable[..., float] = own_seconds) -> bool:
+    """Whether a layer's product with a usual tree's rows is faster packed: tried in turns, some milliseconds in all."""
+    weight, bias = layer.weight, layer.bias
+    rows = torch.ones(TRIAL_ROWS, weight.shape[1], dtype=weight.dtype)
+    copy = Weight(weight).packed
+    ways = {True: lambda: _product(rows, copy, bias), False: lambda: linear(rows, weight, bias)}
+    times: dict[bool, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            times[name].append(clock(way, weight.device))
+    return median(times[True]) < median(times[False])
+
+
+def _available() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _can_pack(layer: Any) -> bool:
+    """A linear layer, torch's own or of a kind with ``packs``, with plain weights on a processor, that nobody has put a
+    forward of its own on."""
+    kind = type(layer)
+    ours = kind is nn.Linear or getattr(kind, "packs", False)
+    if not ours or isinstance(layer, Packs) or "forward" in vars(layer):
+        return False
+    weight = layer.weight
+    plain = type(weight) is nn.Parameter and weight.layout is torch.strided and not weight.is_inference()
+    return plain and weight.device.type == "cpu" and weight.dtype in DTYPES and weight.numel() > 0
+
+
+def free_memory() -> int | None:
+    """Bytes of memory that can be had without swapping; None where the system doesn't tell."""
+    info = Path("/proc/meminfo")
+    if not info.is_file():
+        return None
+    for line in info.read_text(encoding="utf-8").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None

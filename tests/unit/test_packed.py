@@ -1,0 +1,302 @@
+"""Weights packed for few rows: the usual product but for rounding, used where it serves and is faster."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import linear
+
+from medusa import packed as packing
+from medusa.compiled import CompiledSteps, StepSize
+from medusa.cut import cut
+from medusa.decoding import Request, generate_ids
+from medusa.drafters.base import parts_of
+from medusa.drafters.eagle import EagleDrafter
+from medusa.drafters.medusa import MedusaDrafter
+from medusa.eagle import EagleConfig, EagleLayer
+from medusa.errors import UserError
+from medusa.head_parts import Linear
+from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.packed import Packs, as_loaded, pack, packed, packed_layers, packing_pays, settle_products, unpack
+from medusa.selfcheck import tree_error
+from medusa.testing import ScriptedDrafter, plain_greedy, tiny_model, tiny_trunk
+from medusa.tree import Topology
+from medusa.trunk import Trunk
+
+PROMPTS = [[3, 0, 17, 5], [64, 1, 2, 3, 0, 0, 9, 40, 11], [7]]
+FULL, HALF = torch.float32, torch.bfloat16
+
+if not packing._available():
+    pytest.skip("this torch has no oneDNN", allow_module_level=True)
+
+
+def layer(inner: int = 5, outer: int = 3, bias: bool = True, dtype: torch.dtype = FULL) -> Any:
+    torch.manual_seed(0)
+    return nn.Linear(inner, outer, bias).to(dtype)
+
+
+def packed_layer(**sizes: Any) -> Any:
+    made = layer(**sizes)
+    assert pack(made, always=True) == 1
+    return made
+
+
+def float_trunk(family: str = "llama") -> Trunk:
+    return Trunk(tiny_model(family).float())
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=2),
+    inner=st.integers(1, 40),
+    outer=st.integers(1, 40),
+    bias=st.booleans(),
+    dtype=st.sampled_from([FULL, HALF]),
+    strided=st.booleans(),
+)
+def test_the_product_is_the_usual_one_but_for_rounding(
+    shape: list[int], inner: int, outer: int, bias: bool, dtype: torch.dtype, strided: bool
+) -> None:
+    made = packed_layer(inner=inner, outer=outer, bias=bias, dtype=dtype)
+    rows = torch.randn(*shape, inner, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows = rows.flip(0).mT.contiguous().mT if strided and rows.ndim > 1 else rows
+    with torch.no_grad():
+        found, wanted = made(rows), linear(rows, made.weight, made.bias)
+    assert found.shape == wanted.shape and found.dtype is dtype
+    torch.testing.assert_close(
+        found, wanted, atol=1e-5 if dtype is FULL else 2e-2, rtol=1e-5 if dtype is FULL else 1e-2
+    )
+
+
+def test_it_reads_the_packed_weight_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, rows = packed_layer(), torch.randn(2, 5)
+    monkeypatch.setattr(packing, "_product", lambda *_: "packed")
+    with torch.no_grad():
+        assert made(rows) == "packed"
+
+
+@pytest.mark.parametrize("why", ["gradients", "dtype", "changed", "replaced", "copied"])
+def test_where_it_can_t_serve_the_layer_is_what_it_was(why: str) -> None:
+    made, rows = packed_layer(), torch.randn(2, 5)
+    if why == "gradients":
+        made(rows).sum().backward()
+        assert torch.allclose(made.weight.grad, rows.sum(0).expand(3, 5), atol=1e-6)
+        return
+    if why == "dtype":
+        with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
+            made(rows.double())
+        return
+    with torch.no_grad():
+        if why == "changed":
+            made.weight.mul_(2)
+        elif why == "replaced":
+            made.weight = nn.Parameter(torch.ones(3, 5))
+        else:
+            made = copy.deepcopy(made)
+            made.weight.mul_(3)
+        assert torch.equal(made(rows), linear(rows, made.weight, made.bias))
+
+
+def test_packing_and_unpacking_leave_no_trace() -> None:
+    model = tiny_model("llama").float()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    held = {name: set(vars(module)) for name, module in model.named_modules()}
+    count = pack(model, always=True)
+    assert count == sum(kind is nn.Linear for kind in kinds.values()) == packed_layers(model)
+    assert all(isinstance(module, nn.Linear) for module in model.modules() if isinstance(module, Packs))
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    with as_loaded(model):
+        assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert packed_layers(model) == count == pack(model, always=True)
+    unpack(model)
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == held
+
+
+def test_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "packing_pays", lambda _: True)
+    bare, own = tiny_model("llama").float(), tiny_model("llama").float()
+    pack(own)
+    with pytest.raises(ZeroDivisionError), packed(bare, own):
+        assert packed_layers(bare) == packed_layers(own) > 0
+        raise ZeroDivisionError
+    assert packed_layers(own) and not packed_layers(bare)
+
+
+def test_the_faster_way_is_taken_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+
+    def pays(of: Any) -> bool:
+        tried.append(of.weight.shape)
+        return of.weight.shape[0] == 4
+
+    monkeypatch.setattr(packing, "packing_pays", pays)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 4))
+    assert pack(model) == 3 and [isinstance(each, Packs) for each in model] == [True, True, False, False, True]
+    assert len(tried) == 4  # each shape once
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_trial_goes_by_medians(faster: bool) -> None:
+    turns = iter([5.0 if index == 4 else float((index % 2 == 0) is not faster) for index in range(18)])
+
+    def clock(work: Any, device: torch.device) -> float:
+        work()
+        return next(turns)
+
+    assert packing_pays(layer(), clock) is faster
+
+
+def test_copies_that_would_fill_the_memory_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(layer(10, 10), layer(10, 10))
+    monkeypatch.setattr(packing, "packing_pays", lambda _: True)
+    for free, count in ((1_599, 0), (1_600, 2), (None, 2)):
+        monkeypatch.setattr(packing, "free_memory", lambda free=free: free)
+        assert pack(model) == count
+        unpack(model)
+    monkeypatch.setattr(packing, "free_memory", lambda: 0)
+    assert pack(model, always=True) == 2
+
+
+def test_free_memory_is_some_of_it() -> None:
+    free = packing.free_memory()
+    assert free is None or 2**20 < free < 2**50
+
+
+def test_a_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = layer()
+    monkeypatch.setattr(packing, "_product", lambda input, packed, bias: linear(input, made.weight, bias) * 1.001)
+    assert pack(made, always=True) == 0
+
+
+def test_what_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Linear):
+        """Quantised layers, adapters and the like."""
+
+    def hooked(input: Any) -> Any:
+        return input
+
+    bound: Any = layer()
+    bound.forward = hooked
+    with torch.inference_mode():
+        made_there = nn.Linear(2, 2)
+    for module in (Own(2, 2), bound, made_there, layer(dtype=torch.float64), layer(dtype=torch.float16)):
+        assert pack(module, always=True) == 0 and not isinstance(module, Packs)
+    monkeypatch.setattr(packing, "spread", lambda _: True)
+    assert pack(layer(), always=True) == 0
+    monkeypatch.undo()
+    monkeypatch.setattr(packing, "_available", lambda: False)
+    assert pack(layer(), always=True) == 0
+
+
+def test_another_kind_goes_on_in_its_own_way() -> None:
+    made = Linear(4, 4, bias=False)
+    assert pack(made, always=True) == 1 and type(made).__name__ == "PackedLinear"
+    rows = torch.randn(2, 4, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(made(rows), linear(rows, made.weight.double()))
+        assert torch.allclose(made(rows.float()).double(), made(rows), atol=1e-6)
+
+
+@pytest.mark.parametrize("own", ["heads", "shared", "low rank", "eagle"])
+def test_what_drafts_is_packed_too_and_drafts_the_same(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = float_trunk()
+    ids = torch.arange(0, 60, 2)
+    made: Any
+    if own == "eagle":
+        made = EagleLayer(EagleConfig(version=1, vocab=30), trunk, ids)
+    else:
+        choices: dict[str, Any] = {
+            "heads": {},
+            "shared": {"projection": "shared"},
+            "low rank": {"projection": "low_rank", "rank": 4},
+        }
+        made = MedusaHeads(HeadsConfig(num=2, kind="medusa", vocab=30, **choices[own]), trunk, ids)
+    states = torch.randn(1, 3, trunk.hidden_size)
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return made.logits(states) if own == "eagle" else made.logits(1, made.features(1, states, None))
+
+    before = logits()
+    counts = [pack(part, always=True) for part in made.parts]
+    assert counts[0] > 0 and len(counts) == (2 if own in ("shared", "eagle") else 1) and counts[-1] > 0
+    products: list[int] = []
+    product = packing._product
+    monkeypatch.setattr(packing, "_product", lambda *given: (products.append(1), product(*given))[1])
+    assert torch.allclose(logits(), before, atol=1e-5) and products
+    assert parts_of(MedusaDrafter(made, Topology.chain(1)) if own != "eagle" else EagleDrafter(made, Topology.chain(1)))
+
+
+def test_choices() -> None:
+    model = tiny_model("llama").float()
+    settle_products(model, False)
+    assert not packed_layers(model)
+    settle_products(model, True)
+    assert packed_layers(model)
+    with pytest.raises(
+        UserError, match=r"packed=True: the trunk has no linear layers on a processor.*leave packed out"
+    ):
+        settle_products(tiny_model("llama").double(), True)
+    settle_products(tiny_model("llama").double(), None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "neox"])
+def test_texts_stay_the_trunks_own(family: str) -> None:
+    trunk = float_trunk(family)
+    texts = [plain_greedy(trunk, prompt, 20) for prompt in PROMPTS]
+    assert pack(trunk.model, always=True)
+    assert tree_error(trunk) < 1e-5
+    drafter = ScriptedDrafter({tuple(p): t for p, t in zip(PROMPTS, texts, strict=True)}, honesty=0.7)
+    found = generate_ids(trunk, drafter, [Request(prompt, 20) for prompt in PROMPTS])
+    assert found == texts
+    short = cut(trunk, 1)
+    assert packed_layers(short.model) and tree_error(short) < 1e-5
+
+
+def test_a_compiled_step_is_traced_without_them() -> None:
+    trunk = tiny_trunk("llama")
+    plain = Trunk(tiny_model("llama").float())
+    text = plain_greedy(plain, PROMPTS[0], 12)
+    assert trunk.dtype is torch.float64  # whose texts are those of fp32, but for ties
+    pack(plain.model, always=True)
+    plain.compiled = CompiledSteps(plain, [StepSize(1, 4)], backend="eager")
+    drafter = ScriptedDrafter({tuple(PROMPTS[0]): text}, honesty=1.0)
+    assert generate_ids(plain, drafter, [Request(PROMPTS[0], 12)]) == [text]
+    assert packed_layers(plain.model)
+
+
+def test_loading_packs_and_training_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from medusa.train.config import TrunkConfig
+    from medusa.train.newtrunk import load_trunk
+
+    tiny_model("llama").float().save_pretrained(tmp_path)
+    monkeypatch.setattr("medusa.trunk.load_model", lambda *_, **__: (tiny_model("llama").float(), None))
+    monkeypatch.setattr(packing, "packing_pays", lambda _: True)
+    assert packed_layers(Trunk.load(tmp_path).model)
+    assert not packed_layers(Trunk.load(tmp_path, packed=False).model)
+    assert not packed_layers(load_trunk(TrunkConfig(name=str(tmp_path)), tmp_path).model)
+
+
+def test_the_library_is_timed_as_it_is() -> None:
+    from medusa.infer.contenders import Task, library_way
+
+    trunk = float_trunk()
+    pack(trunk.model, always=True)
+    generate, seen = trunk.model.generate, []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(packed_layers(trunk.model))
+        return generate(*args, **kwargs)
+
+    trunk.model.generate = spy
+    trial = library_way(trunk)([PROMPTS[0]], Task(4))
+    assert seen == [0] and packed_layers(trunk.model) and len(trial.rows[0]) == 4
