@@ -39,6 +39,7 @@ from medusa.infer.profile import HEADS, profile
 from medusa.infer.profile_report import account, trunk_bytes, trunk_operations
 from medusa.infer.warmup import warm_up
 from medusa.machine import describe, peak_memory_mb, pick_device, rates, seconds
+from medusa.packed import settle_products
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk
 
@@ -86,6 +87,7 @@ def make_trunk(shape: dict[str, Any], dtype: torch.dtype, device: torch.device) 
             model = transformers.LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
+    settle_products(model)
     return settle(Trunk(model, check=False))
 
 

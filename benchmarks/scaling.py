@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from medusa.folded import settle
 from medusa.infer.contenders import synchronise
 from medusa.infer.given import GivenDrafter, GivenRule, spread
 from medusa.machine import describe, pick_device
+from medusa.packed import settle_products
 from medusa.trunk import Trunk
 
 SMALL: dict[str, Any] = {
@@ -60,7 +62,10 @@ def make_trunk(args: argparse.Namespace) -> Trunk:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SMALL, max_position_embeddings=1 << 17, eos_token_id=None, pad_token_id=None)
     model = transformers.LlamaForCausalLM(config).to(pick_device(args.device))
-    return settle(Trunk(model if args.dtype == "auto" else model.to(getattr(torch, args.dtype)), check=False))
+    if args.dtype != "auto":
+        model = model.to(getattr(torch, args.dtype))
+    settle_products(model)
+    return settle(Trunk(model, check=False))
 
 
 def least_squares(sizes: Sequence[float], costs: Sequence[float]) -> dict[str, float | None]:
@@ -192,8 +197,8 @@ def show(row: dict[str, Any]) -> None:
         )
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure the axes, print, write."""
+def main(argv: list[str] | None = None) -> int:
+    """Measure the axes, print, write; 2 for what can't be done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trunk", help="a folder or hub id; left out, a small trunk with random weights")
     parser.add_argument("--dtype", default="auto")
@@ -211,6 +216,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
     args = parser.parse_args(argv)
+    try:
+        measure(args)
+    except UserError as error:
+        print(f"scaling: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def measure(args: argparse.Namespace) -> None:
+    """The axes that were asked for."""
     if min(*args.contexts, *args.outputs, *args.batches, *args.nodes, args.tree, args.prompt, args.rounds, 2) < 1:
         raise UserError("sizes and rounds are counted from 1: give larger ones")
     torch.set_num_threads(args.threads)
@@ -232,4 +247,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

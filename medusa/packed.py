@@ -8,6 +8,8 @@ cores takes 43, 43 and 48 ms for 1, 4 and 8 tokens, and 60, 82 and 91 as it is l
 The packed weights are a copy: the model keeps its own, which it is trained, saved and read by. It is the same sum, in
 an order that does not go by the number of rows. Used where it is faster, which is tried at load.
 
+One of the files that know transformers' models: GPT-2 and its kin have a linear layer of their own.
+
 Dimensions: M rows, D_in and D_out columns of a layer.
 """
 
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
 
 from medusa.errors import UserError
 from medusa.machine import own_seconds
@@ -38,9 +40,9 @@ SHARE = 0.5  # of the memory that is free, at most, for the packed copies
 class Weight:
     """A layer's packed weight, of the state that its own weight was in. A copy of the model has none."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TRIAL_ROWS)
-        self.state = _state(weight)
+    def __init__(self, layer: Any) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(_rows(layer).detach().contiguous(), TRIAL_ROWS)
+        self.state = _state(layer.weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -62,8 +64,14 @@ class Packs:
         return _product(input, packed.packed, self.bias)
 
 
+def _rows(layer: Any) -> Tensor:
+    """The weight [D_out, D_in]."""
+    weight: Tensor = layer.weight
+    return weight.T if isinstance(layer, Conv1D) else weight
+
+
 @cache
-def _packing(kind: type[nn.Linear]) -> type[nn.Linear]:
+def _packing(kind: type[nn.Module]) -> type[nn.Module]:
     """A kind of linear layer that packs."""
     return type(f"Packed{kind.__name__}", (Packs, kind), {})
 
@@ -114,7 +122,7 @@ def pack(model: nn.Module, always: bool = False) -> int:
         if kind not in pays:
             pays[kind] = is_right(layer) and (always or packing_pays(layer))
         if pays[kind]:
-            layer.medusa_packed = Weight(layer.weight)
+            layer.medusa_packed = Weight(layer)
             layer.__class__ = _packing(layer.__class__)
     return packed_layers(model)
 
@@ -135,8 +143,8 @@ def _packed(model: nn.Module) -> list[Any]:
     return [layer for layer in model.modules() if isinstance(layer, Packs)]
 
 
-def _usual(layer: Any) -> type[nn.Linear]:
-    kind: type[nn.Linear] = type(layer).__bases__[1]
+def _usual(layer: Any) -> type[nn.Module]:
+    kind: type[nn.Module] = type(layer).__bases__[1]
     return kind
 
 
@@ -167,21 +175,20 @@ def as_loaded(*models: nn.Module) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def is_right(layer: nn.Linear) -> bool:
+def is_right(layer: Any) -> bool:
     """Whether a layer's packed product is the usual one but for rounding, tried on random rows."""
-    weight = layer.weight
+    weight = _rows(layer)
     rows = torch.randn(TRIAL_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    usual, found = linear(rows, weight, layer.bias), _product(rows, Weight(weight).packed, layer.bias)
+    usual, found = layer(rows), _product(rows, Weight(layer).packed, layer.bias)
     return bool((found - usual).abs().max() <= ROUNDING * torch.finfo(weight.dtype).eps * usual.abs().max())
 
 
 @torch.inference_mode()
-def packing_pays(layer: nn.Linear, clock: Callable[..., float] = own_seconds) -> bool:
+def packing_pays(layer: Any, clock: Callable[..., float] = own_seconds) -> bool:
     """Whether a layer's product with a usual tree's rows is faster packed: tried in turns, some milliseconds in all."""
-    weight, bias = layer.weight, layer.bias
+    weight, copy = _rows(layer), Weight(layer).packed
     rows = torch.ones(TRIAL_ROWS, weight.shape[1], dtype=weight.dtype)
-    copy = Weight(weight).packed
-    ways = {True: lambda: _product(rows, copy, bias), False: lambda: linear(rows, weight, bias)}
+    ways = {True: lambda: _product(rows, copy, layer.bias), False: lambda: layer(rows)}
     times: dict[bool, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
@@ -197,8 +204,8 @@ def _can_pack(layer: Any) -> bool:
     """A linear layer, torch's own or of a kind with ``packs``, with plain weights on a processor, that nobody has put a
     forward of its own on."""
     kind = type(layer)
-    ours = kind is nn.Linear or getattr(kind, "packs", False)
-    if not ours or isinstance(layer, Packs) or "forward" in vars(layer):
+    known = kind in (nn.Linear, Conv1D) or getattr(kind, "packs", False)
+    if not known or isinstance(layer, Packs) or "forward" in vars(layer):
         return False
     weight = layer.weight
     plain = type(weight) is nn.Parameter and weight.layout is torch.strided and not weight.is_inference()

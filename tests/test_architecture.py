@@ -208,6 +208,7 @@ TRANSFORMERS_USERS = [
     "medusa.encoding",
     "medusa.folded",
     "medusa.loading",
+    "medusa.packed",
     "medusa.parallel",
     "medusa.testing",
     "medusa.trunk",

@@ -192,9 +192,19 @@ def test_steps_are_of_the_sizes_asked_for() -> None:
     ]
 
 
-def test_scaling_refuses_sizes_below_one() -> None:
-    with pytest.raises(UserError, match="give larger ones"):
-        script("scaling").main(["--contexts", "0"])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--contexts", "0"], "scaling: sizes and rounds are counted from 1: give larger ones\n"),
+        (["--trunk", "/nowhere"], "scaling: no trunk at /nowhere: "),
+    ],
+)
+def test_scaling_says_in_one_line_what_it_can_t_do(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script("scaling").main(argv) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(said) and told.count("\n") == 1
 
 
 def trunk_folder(folder: Path) -> Path:

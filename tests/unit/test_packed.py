@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
 
 from medusa import packed as packing
 from medusa.compiled import CompiledSteps, StepSize
@@ -249,7 +250,20 @@ def test_choices() -> None:
     settle_products(tiny_model("llama").double(), None)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "neox"])
+def test_gpt_2_s_own_layer() -> None:
+    made = Conv1D(7, 5)  # 5 to 7; its weight lies the other way
+    nn.init.normal_(made.bias)
+    rows = torch.randn(2, 3, 5)
+    with torch.no_grad():
+        wanted = made(rows)
+        assert pack(made, always=True) == 1 and torch.allclose(made(rows), wanted, atol=1e-5)
+        made.weight.zero_()
+        assert torch.equal(made(rows), made.bias.expand(2, 3, 7))
+    unpack(made)
+    assert type(made) is Conv1D
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "neox", "gpt2"])
 def test_texts_stay_the_trunks_own(family: str) -> None:
     trunk = float_trunk(family)
     texts = [plain_greedy(trunk, prompt, 20) for prompt in PROMPTS]
