@@ -34,11 +34,11 @@ COMMANDS = {
     "calibrate": Command("medusa.infer.cli", "choose the token tree that is fastest on this machine"),
     "generate": Command("medusa.infer.cli", "continue a prompt"),
     "chat": Command("medusa.infer.chat_cli", "chat with a model trained for it"),
-    "serve": Command("medusa.infer.serve_cli", "serve a model over HTTP, as OpenAI's API has it, and a page to chat"),
+    "serve": Command("medusa.infer.serve.cli", "serve a model over HTTP, as OpenAI's API has it, and a page to chat"),
     "bench": Command("medusa.infer.cli", "compare plain and speculative decoding, with tables and plots"),
-    "plan": Command("medusa.infer.plan_cli", "recommend a way of decoding for a load, or none, and say why"),
-    "export": Command("medusa.infer.export_cli", "write heads in another engine's format, read again and compared"),
-    "push": Command("medusa.infer.export_cli", "upload an exported folder or a run to the Hugging Face hub"),
+    "plan": Command("medusa.infer.plan.cli", "recommend a way of decoding for a load, or none, and say why"),
+    "export": Command("medusa.infer.export.cli", "write heads in another engine's format, read again and compared"),
+    "push": Command("medusa.infer.export.cli", "upload an exported folder or a run to the Hugging Face hub"),
 }
 
 # What brings a package that may be absent. An empty extra: it comes with a plain install.

@@ -91,6 +91,7 @@ LAYERS: list[tuple[str, list[str]]] = [
             "medusa.parallel",
             "medusa.prefill",
             "medusa.selfcheck",
+            "medusa.traced",
             "medusa.trunk",
             "medusa.vocabulary",
         ],
@@ -131,7 +132,7 @@ SIDEWAYS = {
     "medusa.calibrate": ["medusa.confidence", "medusa.costs", "medusa.decoding"],
     "medusa.checkpoint": ["medusa.fingerprint", "medusa.heads", "medusa.trunk", "medusa.vocabulary"],
     "medusa.dialects": ["medusa.checkpoint", "medusa.heads", "medusa.trunk"],
-    "medusa.compiled": ["medusa.cache", "medusa.family", "medusa.parallel", "medusa.trunk"],
+    "medusa.compiled": ["medusa.cache", "medusa.family", "medusa.parallel", "medusa.traced", "medusa.trunk"],
     "medusa.cut": ["medusa.family", "medusa.trunk"],
     "medusa.drafters": [
         "medusa.drafters.base",
@@ -140,6 +141,7 @@ SIDEWAYS = {
         "medusa.drafters.children",
         "medusa.drafters.heads",
         "medusa.drafters.levels",
+        "medusa.drafters.shapes",
     ],
     "medusa.drafters.dynamic": ["medusa.drafters.medusa"],
     "medusa.drafters.eagle": ["medusa.drafters.none"],
@@ -182,6 +184,7 @@ SIDEWAYS = {
     "medusa.selfcheck": ["medusa.parallel", "medusa.trunk"],
     "medusa.sizing": ["medusa.calibrate", "medusa.costs"],
     "medusa.testing": ["medusa.decoding", "medusa.families"],
+    "medusa.traced": ["medusa.packed"],
     "medusa.trunk": [
         "medusa.cache",
         "medusa.compiled",
@@ -211,6 +214,7 @@ TRANSFORMERS_USERS = [
     "medusa.packed",
     "medusa.parallel",
     "medusa.testing",
+    "medusa.traced",
     "medusa.trunk",
 ]
 
@@ -220,15 +224,15 @@ LAZY = {
     "accelerate": ["medusa.train"],
     "datasets": ["medusa.data", "medusa.train"],
     "deepspeed": ["medusa.data", "medusa.train"],
-    "fastapi": ["medusa.infer.server"],
+    "fastapi": ["medusa.infer.serve.app"],
     "gguf": ["medusa.data"],
     "jsonargparse": EVERYWHERE,
     "matplotlib": EVERYWHERE,
     "peft": ["medusa.data", "medusa.loading", "medusa.train"],
-    "prometheus_client": ["medusa.infer.metrics", "medusa.infer.server"],
+    "prometheus_client": ["medusa.infer.serve.metrics", "medusa.infer.serve.app"],
     "rich": EVERYWHERE,
     "tensorboard": ["medusa.train"],
-    "uvicorn": ["medusa.infer.server"],
+    "uvicorn": ["medusa.infer.serve.app"],
     "wandb": ["medusa.data", "medusa.train"],
 }
 

@@ -82,7 +82,8 @@ def test_python_blocks_run(inside: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("command", dict.fromkeys(commands()))
 def test_commands_run(command: str, inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa.infer.server.serve", lambda *_: None)  # it would not end; how it serves is tested apart
+    # it would not end; how it serves is tested apart
+    monkeypatch.setattr("medusa.infer.serve.app.serve", lambda *_: None)
     _, name, *rest = shlex.split(command)
     if name in NEEDS_THE_WORLD or (name == "serve" and "smollm2" in rest):
         with pytest.raises(SystemExit, match="0"):

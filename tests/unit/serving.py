@@ -19,8 +19,8 @@ from medusa.drafters.base import Drafter
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.heads import HeadsConfig
 from medusa.infer import Engine
-from medusa.infer.server import create_app, urls, web_server
-from medusa.infer.serving import Settings
+from medusa.infer.serve.app import create_app, urls, web_server
+from medusa.infer.serve.serving import Settings
 from medusa.testing import memorising_heads, plain_greedy, random_heads, tiny_trunk
 from medusa.tree import Topology
 from medusa.trunk import Trunk

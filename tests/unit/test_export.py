@@ -25,10 +25,10 @@ from medusa.exports import LAYOUTS
 from medusa.files import write_json
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.infer import Engine
-from medusa.infer import export as exporting
-from medusa.infer.cards import REPORT
-from medusa.infer.export import export_run
-from medusa.infer.export_heads import compare
+from medusa.infer.export import write as exporting
+from medusa.infer.export.cards import REPORT
+from medusa.infer.export.heads import compare
+from medusa.infer.export.write import export_run
 from medusa.matrices import NotExpressible, matrices
 from medusa.testing import tiny_model
 from medusa.tree import Topology

@@ -15,7 +15,7 @@ from medusa.data.tokenizers import char_tokenizer
 from medusa.eagle import EagleConfig, EagleLayer
 from medusa.eagle_files import PLACE, save_eagle
 from medusa.heads import HeadsConfig
-from medusa.infer.export import FORMATS
+from medusa.infer.export.write import FORMATS
 from medusa.testing import random_heads, tiny_model
 from medusa.tree import Topology
 from medusa.trunk import Trunk

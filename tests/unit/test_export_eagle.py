@@ -26,8 +26,8 @@ from medusa.errors import UserError
 from medusa.exports import Export
 from medusa.files import write_json
 from medusa.heads import HeadsConfig
-from medusa.infer import export_eagle as exporting
-from medusa.infer.export import export_run
+from medusa.infer.export import eagle as exporting
+from medusa.infer.export.write import export_run
 from medusa.testing import random_heads, tiny_model
 from medusa.tree import Topology
 from medusa.trunk import Trunk

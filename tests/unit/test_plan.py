@@ -17,11 +17,11 @@ import pytest
 
 from medusa.__main__ import main
 from medusa.expected import expected_steps, tree_tokens
-from medusa.infer.plan import Plan, assume, checks, choose, explain, plan, predict
-from medusa.infer.plan_cells import read_cells, read_curve
-from medusa.infer.plan_load import Load
-from medusa.infer.plan_plots import assumed, measured
-from medusa.infer.plan_sources import Candidate, from_curve, gather
+from medusa.infer.plan.cells import read_cells, read_curve
+from medusa.infer.plan.load import Load
+from medusa.infer.plan.picker import Plan, assume, checks, choose, explain, plan, predict
+from medusa.infer.plan.plots import assumed, measured
+from medusa.infer.plan.sources import Candidate, from_curve, gather
 from medusa.plots import png
 
 RECORDED = Path(__file__).resolve().parents[1] / "golden" / "plan"

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from medusa.__main__ import main
-from medusa.infer.plan import explain, plan, predict
-from medusa.infer.plan_cells import read_cells
-from medusa.infer.plan_load import Load
-from medusa.infer.plan_sources import gather
+from medusa.infer.plan.cells import read_cells
+from medusa.infer.plan.load import Load
+from medusa.infer.plan.picker import explain, plan, predict
+from medusa.infer.plan.sources import gather
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 RECORDED, RUN = GOLDEN / "plan-lengths", GOLDEN / "plan"

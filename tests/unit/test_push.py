@@ -17,7 +17,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 
 from medusa.__main__ import main
 from medusa.errors import UserError
-from medusa.infer.push import push
+from medusa.infer.export.push import push
 
 MANIFEST = {
     "format": 1,

@@ -14,9 +14,9 @@ import pytest
 from medusa.decoding import Step
 from medusa.errors import UserError
 from medusa.infer import Completion, Engine
-from medusa.infer.metrics import Metrics
-from medusa.infer.rows import ContextExceeded, Depths, Ended, Event, Failed, Job, Piece, Row, make_rows
-from medusa.infer.scheduler import Broken, Observer, QueueFull, Scheduler, Stopping, TimedOut
+from medusa.infer.serve.metrics import Metrics
+from medusa.infer.serve.rows import ContextExceeded, Depths, Ended, Event, Failed, Job, Piece, Row, make_rows
+from medusa.infer.serve.scheduler import Broken, Observer, QueueFull, Scheduler, Stopping, TimedOut
 from medusa.testing import tiny_trunk
 
 from .serving import CONTEXT, DRAFTERS, PROMPTS, TREE, engine, option_sets, tokenizer, trunk

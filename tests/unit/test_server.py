@@ -19,10 +19,10 @@ import pytest
 from openai import OpenAI
 
 from medusa.decoding import Decoder, Step
-from medusa.infer.rows import make_rows
-from medusa.infer.scheduler import Scheduler
-from medusa.infer.server import FILES
-from medusa.infer.server_tickets import Ticket
+from medusa.infer.serve.app import FILES
+from medusa.infer.serve.rows import make_rows
+from medusa.infer.serve.scheduler import Scheduler
+from medusa.infer.serve.tickets import Ticket
 
 from .serving import CONTEXT, END, PROMPTS, engine, serving, tokenizer
 

@@ -25,13 +25,13 @@ from medusa.exports import LAYOUTS, write
 from medusa.files import write_text
 from medusa.matrices import DTYPES, NotExpressible
 
+from ..drafters import has_heads
+from ..source import find
 from .cards import Facts, card
-from .drafters import has_heads
-from .export_eagle import eagle_piece
-from .export_heads import heads_piece
-from .export_parts import Agreement
+from .eagle import eagle_piece
 from .exportable import way_out
-from .source import find
+from .heads import heads_piece
+from .parts import Agreement
 
 CARD = "README.md"
 FORMATS = (*LAYOUTS, *EAGLE_LAYOUTS)

@@ -19,8 +19,8 @@ from medusa.heads import MedusaHeads
 from medusa.matrices import refuse
 from medusa.tree import Topology
 
-from .export_parts import Agreement, Piece, agreement, capped, in_words, sample, saved_in, trunk_name, wide, written_in
-from .source import load_trunk
+from ..source import load_trunk
+from .parts import Agreement, Piece, agreement, capped, in_words, sample, saved_in, trunk_name, wide, written_in
 
 
 def heads_piece(folder: Path, to: str, *, dtype: torch.dtype | None, base: str | None, device: str) -> Piece:

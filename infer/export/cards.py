@@ -15,7 +15,7 @@ from medusa.files import read_json
 from medusa.tables import Table, machine_line, tables, verdict
 from medusa.trunk import Trunk
 
-from . import bench_tables
+from .. import bench_tables
 
 REPORT = Path("report") / "report.json"  # where the benchmark leaves its own in a run
 

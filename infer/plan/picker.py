@@ -23,9 +23,9 @@ from medusa.expected import (
     tree_tokens,
 )
 
-from .plan_cells import HEADS, read_cells, read_curve
-from .plan_load import Load
-from .plan_sources import Candidate, from_curve, gather, plain_taken
+from .cells import HEADS, read_cells, read_curve
+from .load import Load
+from .sources import Candidate, from_curve, gather, plain_taken
 
 OFF = "none"  # what --drafter calls decoding without drafts
 SHORT = 5  # tokens of an output up to which the reading of the prompt is said to dominate

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 
+from .guard import Receive
 from .rows import Ended, Event, Failed, Job, Piece, Row
 from .scheduler import Scheduler
-from .server_guard import Receive
 
 
 class Gone(Exception):

@@ -9,7 +9,7 @@ from medusa.cli import new_parser, parse
 from medusa.errors import UserError
 
 if TYPE_CHECKING:
-    from .export import Exported
+    from .write import Exported
 
 MB = 1e6
 
@@ -23,8 +23,8 @@ def _export(argv: list[str]) -> int:
     """Write heads for another engine."""
     from medusa.matrices import DTYPES
 
-    from .cli import quiet_unless_terminal
-    from .export import FORMATS, export_run
+    from ..cli import quiet_unless_terminal
+    from .write import FORMATS, export_run
 
     parser = new_parser(
         "export",

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from medusa.decoding import TokenLogprob
 
+from ..text import REPLACEMENT
 from .rows import Ended, Piece
-from .text import REPLACEMENT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .tally import Completion
+    from ..tally import Completion
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 DONE = b"data: [DONE]\n\n"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from medusa.curveplots import MARKERS
 from medusa.plots import BLUE, GREEN, GREY, LINES, RED, new_figure, say
 
-from .plan import Assumed, Plan
+from .picker import Assumed, Plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

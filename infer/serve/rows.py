@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from medusa.decoding import Step, TokenLogprob
 from medusa.errors import UserError
 
-from .calls import prepare
-from .text import Detokeniser, written_eos
+from ..calls import prepare
+from ..text import Detokeniser, written_eos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .engine import Engine
-    from .tally import Completion, Tally
+    from ..engine import Engine
+    from ..tally import Completion, Tally
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from medusa.errors import UserError, nearest
 
-from .inputs import read_prompts
-from .messages import Message, Template
+from ..inputs import read_prompts
+from ..messages import Message, Template
+from .errors import EXPECTED, ApiError, as_api_error
 from .metrics import Metrics
+from .replies import DONE, ChatReply, Reply, TextReply, TokenTexts, event
 from .rows import Ended, Row, check_context, make_rows, warm_up_tokenizer
 from .scheduler import Scheduler
-from .server_errors import EXPECTED, ApiError, as_api_error
-from .server_replies import DONE, ChatReply, Reply, TextReply, TokenTexts, event
-from .server_tickets import Gone, Ticket
+from .tickets import Gone, Ticket
 
 if TYPE_CHECKING:
-    from .engine import Engine
-    from .server_models import Asked, ChatMessage, ChatRequest, CompletionRequest
+    from ..engine import Engine
+    from .models import Asked, ChatMessage, ChatRequest, CompletionRequest
 
 # Parameters whose names are those of the engine's options, and OpenAI's names for others.
 SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty")

@@ -20,7 +20,7 @@ from medusa.drafters.none import NullDrafter
 from .rows import Failed, Job, Row
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from ..engine import Engine
 
 LOG = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from medusa.tables import Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from .plan import Assumed, Check, Plan
+    from .picker import Assumed, Check, Plan
 
 DESCRIPTION = (
     "Recommend a way of decoding, or none, for a load, and say how much faster it is. It goes by what `medusa"
@@ -26,8 +26,8 @@ JSON, PNG = "plan.json", "plan.png"
 
 def run(command: str, argv: list[str]) -> int:
     """Run ``medusa plan ARGV``; return the exit code."""
-    from .plan import ALPHAS
-    from .plan_load import Load
+    from .load import Load
+    from .picker import ALPHAS
 
     parser = new_parser("plan", DESCRIPTION)
     parser.add_argument(
@@ -70,8 +70,8 @@ def _check(folder: str | None, alpha: list[float] | None, cost: float | None, pr
 
 
 def _assumed(args: Any, load: Any) -> int:
-    from .plan import ALPHAS, assume
-    from .plan_plots import assumed
+    from .picker import ALPHAS, assume
+    from .plots import assumed
 
     found = assume(args.alpha or ALPHAS, args.cost, load, args.max_drafted)
     if args.out:
@@ -84,8 +84,8 @@ def _assumed(args: Any, load: Any) -> int:
 
 
 def _measured(args: Any, load: Any) -> int:
-    from .plan import checks, plan
-    from .plan_plots import measured
+    from .picker import checks, plan
+    from .plots import measured
 
     folder = Path(args.run).expanduser()
     if not folder.is_dir():
@@ -101,7 +101,7 @@ def _measured(args: Any, load: Any) -> int:
 
 
 def _say(tables: list[Table], lines: list[str], out: str | None) -> None:
-    from .report import print_tables
+    from ..report import print_tables
 
     print_tables(tables, lines)
     if out:
@@ -130,7 +130,7 @@ def _candidates(found: Plan) -> Table:
 
 
 def _lines(found: Plan, checked: list[Check], folder: str, arithmetic: bool) -> list[str]:
-    from .plan import explain
+    from .picker import explain
 
     chosen = found.chosen
     if chosen is None:
@@ -174,7 +174,7 @@ def _chains(found: Assumed) -> Table:
 
 
 def _chain_lines(found: Assumed, arithmetic: bool) -> list[str]:
-    from .plan import SHORT
+    from .picker import SHORT
 
     lines = [
         "Tokens/forward = (1 - a^(N+1)) / (1 - a); x plain = that / (N c + 1) (Leviathan et al. 2023, equation 1 and"

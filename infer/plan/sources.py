@@ -10,10 +10,10 @@ from medusa.checkpoint import CALIBRATION, MANIFEST, WEIGHTS, read_manifest
 from medusa.errors import UserError, nearest
 from medusa.expected import Milestone, at, expected_steps, interpolate, tree_tokens
 
-from .bench import NULL
-from .contenders import REFERENCE
-from .plan_cells import HEADS, Cell, Curve, Way, read_cells, read_curve
-from .plan_load import Load
+from ..bench import NULL
+from ..contenders import REFERENCE
+from .cells import HEADS, Cell, Curve, Way, read_cells, read_curve
+from .load import Load
 
 OF_HEADS = (HEADS, "sized", "dynamic", "mixed")  # drafters that need the run's heads
 WEIGHTLESS = ("none", "cut", "prompt-lookup", "lookahead")  # and that bring no weights; others name a folder

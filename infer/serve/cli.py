@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from medusa.cli import new_parser, parse
 from medusa.errors import UserError, reason
 
-from .cli import add_engine, load_engine
+from ..cli import add_engine, load_engine
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -26,7 +26,7 @@ def run(command: str, argv: list[str]) -> int:
     """Run ``medusa serve ARGV``; return the exit code."""
     args = parse(_parser(), argv)
     settings = _settings(args)
-    from .server import check_packages, create_app, serve, urls
+    from .app import check_packages, create_app, serve, urls
 
     check_packages()
     with _listener(args.host, args.port) as listener:
@@ -112,8 +112,8 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _draft_nothing_without_heads(args: jsonargparse.Namespace) -> None:
-    from .drafters import has_drafts
-    from .source import find
+    from ..drafters import has_drafts
+    from ..source import find
 
     if not args.baseline and args.drafter in (None, "auto") and not has_drafts(find(args.run, None)):
         args.baseline = True

@@ -10,7 +10,7 @@ from medusa.checkpoint import MANIFEST, read_manifest
 from medusa.eagle_files import eagle_place, read_eagle_manifest
 from medusa.errors import UserError, reason
 
-from .source import PATTERNS, is_ours
+from ..source import PATTERNS, is_ours
 
 CARD, CONFIG = "README.md", "config.json"
 # Of a run: what decoding fetches, without logs, reports and checkpoints of its training. (A star crosses folders.)

@@ -21,8 +21,8 @@ from medusa.eagle_files import (
     read_eagle_manifest,
 )
 
-from .export_parts import Agreement, Piece, agreement, capped, in_words, sample, saved_in, trunk_name, wide, written_in
-from .source import load_trunk
+from ..source import load_trunk
+from .parts import Agreement, Piece, agreement, capped, in_words, sample, saved_in, trunk_name, wide, written_in
 
 
 def eagle_piece(folder: Path, to: str, *, dtype: torch.dtype | None, base: str | None, device: str) -> Piece:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from medusa import __version__
 
-from .engine import Engine
-from .server_errors import FAILED, ApiError, explain
-from .server_guard import Guard
-from .server_models import (
+from ..engine import Engine
+from .errors import FAILED, ApiError, explain
+from .guard import Guard
+from .models import (
     ChatReply,
     ChatRequest,
     CompletionRequest,
@@ -26,8 +26,8 @@ from .server_models import (
     ModelList,
     TextReply,
 )
-from .server_tickets import Gone
 from .serving import Service, Settings
+from .tickets import Gone
 
 if TYPE_CHECKING:
     import uvicorn
