@@ -65,6 +65,8 @@ def memorising_heads(
     """
     heads = random_heads(trunk, config, seed=seed)
     assert config.projection == "own", "a shared projection can't be fitted"
+    # Tokens that never follow would tie but for rounding, which goes by how many rows there are: filters would differ.
+    apart = torch.linspace(0.4, 0.5, trunk.vocab_size, dtype=trunk.dtype, device=trunk.device)
     for head in range(config.num):
         features, answers, before = [], [], []
         reads = config.reads(head)
@@ -80,7 +82,7 @@ def memorising_heads(
             before.append(ids[0, 1 + head : -1])
         target = torch.nn.functional.one_hot(torch.cat(answers), trunk.vocab_size).to(trunk.dtype)
         added = heads.behind(head, torch.zeros_like(target), torch.cat(before))  # by a Markov bias
-        solved = torch.linalg.lstsq(torch.cat(features), target - 0.5 - added).solution
+        solved = torch.linalg.lstsq(torch.cat(features), target - apart - added).solution
         projection = heads.head(head).projection
         assert projection is not None
         projection.weight.copy_(solved.T)
