@@ -21,6 +21,7 @@ import torch
 from medusa.accept import Acceptance, DeterministicRule
 from medusa.decoding import Decoder
 from medusa.drafters.base import Drafter
+from medusa.drafters.heads import Unrolled
 from medusa.errors import UserError
 from medusa.laws import Laws
 from medusa.rules import RecursiveRule
@@ -275,7 +276,7 @@ def _watch_networks(holder: Any, recorder: Recorder) -> None:
     for name, value in list(vars(holder).items()):
         if hasattr(value, "propose"):
             _watch_networks(value, recorder)
-        elif isinstance(value, torch.nn.Module):
+        elif isinstance(value, (torch.nn.Module, Unrolled)):
             setattr(holder, name, _watched_module(value, recorder))
         elif isinstance(value, Trunk):
             watched = copy.copy(value)
@@ -283,8 +284,8 @@ def _watch_networks(holder: Any, recorder: Recorder) -> None:
             setattr(holder, name, watched)
 
 
-def _watched_module(module: torch.nn.Module, recorder: Recorder) -> torch.nn.Module:
-    """A copy of a module whose own public methods are timed; inside they call each other as before."""
+def _watched_module(module: torch.nn.Module | Unrolled, recorder: Recorder) -> torch.nn.Module | Unrolled:
+    """A copy of a module or of heads whose own public methods are timed; inside they call each other as before."""
     watched: Any = copy.copy(module)
     for kind in type(module).__mro__:
         if kind is torch.nn.Module:
@@ -292,5 +293,5 @@ def _watched_module(module: torch.nn.Module, recorder: Recorder) -> torch.nn.Mod
         for name, member in vars(kind).items():
             if callable(member) and not name.startswith("_") and name not in vars(watched):
                 setattr(watched, name, recorder.timed(HEADS, getattr(module, name)))
-    made: torch.nn.Module = watched
+    made: torch.nn.Module | Unrolled = watched
     return made

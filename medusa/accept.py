@@ -5,14 +5,22 @@ Dimensions: B batch, N nodes, A accepted nodes (the root included), V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from medusa.laws import Laws
-from medusa.tree import DraftTree
+from medusa.tree import DraftTree, Shape
+
+
+class Walk(NamedTuple):
+    """A row's accepted path, and the tokens that it emits: those of the path below the root, and the one after it."""
+
+    path: list[int]
+    tokens: list[int]
 
 
 @dataclass(frozen=True)
@@ -21,17 +29,27 @@ class Acceptance:
 
     ``path_BA`` int64: node ids from the root (always accepted) downwards, -1 beyond the row's end. ``last_B`` is the
     path's last node. ``next_token_B`` is the trunk's token after the path: the next root. Filler is never a token id,
-    so that no row can accept a token nobody drafted.
+    so that no row can accept a token nobody drafted. ``walks`` say the same where the host knows it already.
     """
 
     path_BA: Tensor
     last_B: Tensor
     next_token_B: Tensor
+    walks: Sequence[Walk] | None = None
 
     @property
     def length_B(self) -> Tensor:
         """Accepted nodes of each row, the root included: int64 [B], at least 1."""
         return (self.path_BA >= 0).sum(-1)
+
+    def on_host(self, tree: DraftTree) -> Sequence[Walk]:
+        """What each row of ``tree`` accepted: one transfer, where the rule has not made it."""
+        if self.walks is not None:
+            return self.walks
+        packed = torch.cat([tree.tokens_BN, self.next_token_B[:, None], self.path_BA], 1).tolist()
+        paths = [[node for node in each[tree.size + 1 :] if node >= 0] for each in packed]
+        pairs = zip(paths, packed, strict=True)
+        return [Walk(path, [*(each[node] for node in path[1:]), each[tree.size]]) for path, each in pairs]
 
 
 class AcceptRule(Protocol):
@@ -55,14 +73,38 @@ class DeterministicRule:
     lossless = True
 
     def __call__(self, tree: DraftTree, laws: Laws) -> Acceptance:
-        shape, choice_BN = tree.shape, laws.choice_BN
-        if tree.size == 1:  # nothing was drafted
-            root_B1 = torch.zeros_like(choice_BN)
-            return Acceptance(root_B1, root_B1[:, 0], choice_BN[:, 0])
-        agrees_BN = (tree.tokens_BN == shape.at_parents(choice_BN)) & tree.valid_BN
-        # a node is reached when all on its way agree; siblings are distinct, so there is one deepest such node
-        reached_BN = (agrees_BN[:, None] | shape.off_path).all(-1)
-        return accept_up_to(tree, (reached_BN * shape.depths).argmax(-1), choice_BN)
+        shape, size, choice_BN = tree.shape, tree.size, laws.choice_BN
+        known = None if shape.topology is None else shape.topology.parents
+        parts = [tree.tokens_BN, choice_BN, tree.valid_BN]
+        if known is None:
+            parts.append(shape.parents.expand_as(choice_BN))
+        # To walk a small tree on the host takes less than to queue the dozen operations that do it on the device.
+        walks = []
+        for row in torch.cat(parts, 1).tolist():  # the step's one transfer
+            tokens, choices, valid, parents = (row[start : start + size] for start in range(0, 4 * size, size))
+            walks.append(_walk(tokens, choices, valid, known or parents))
+        return _walked(walks, shape, choice_BN)
+
+
+def _walk(tokens: Sequence[int], choices: Sequence[int], valid: Sequence[int], parents: Sequence[int]) -> Walk:
+    """From the root downwards to the child that is the trunk's own choice; children come behind their parents."""
+    at, path = 0, [0]
+    for node in range(1, len(tokens)):
+        if parents[node] == at and tokens[node] == choices[at] and valid[node]:
+            path.append(node)
+            at = node
+    return Walk(path, [choices[node] for node in path])
+
+
+def _walked(walks: Sequence[Walk], shape: Shape, choice_BN: Tensor) -> Acceptance:
+    """Walks that the host made, as the device has them: views for one row, one transfer back for several."""
+    if len(walks) == 1:
+        path = walks[0].path
+        path_1A = shape.paths[:, path[-1]]
+        return Acceptance(path_1A, path_1A[:, len(path) - 1], choice_BN[:, path[-1]], walks)
+    rows = [[*path, *[-1] * (shape.levels - len(path)), path[-1], tokens[-1]] for path, tokens in walks]
+    packed = torch.tensor(rows, device=choice_BN.device)
+    return Acceptance(packed[:, :-2], packed[:, -2], packed[:, -1], walks)
 
 
 def accept_up_to(tree: DraftTree, last_B: Tensor, choice_BN: Tensor) -> Acceptance:

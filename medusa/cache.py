@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+FEW = 8  # nodes that are moved one by one in less time than together
 BLOCK = 256  # slots the storage grows by: a few copies over a long answer, little unused memory on a short one
 
 
@@ -198,35 +199,43 @@ class SlotCache(Cache):
         """Declare the rows' lengths after a right-padded prefill: what lies beyond them counts as unwritten."""
         self.lengths = list(lengths)
 
-    def commit(self, path_BA: Tensor, accepted: Sequence[int]) -> None:
-        """Keep the accepted nodes: move slot ``length + path[i]`` to slot ``length + i`` and advance each length.
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep each row's accepted nodes: move slot ``length + path[i]`` to slot ``length + i`` and advance the length.
 
-        ``path_BA`` int64 begins at node 0 and is -1 beyond a row's ``accepted`` count; a count of 0 leaves what the row
-        holds as it is, whatever its path. All is read before anything is written, and what is read is never below what
-        is written, since path ids ascend.
+        A path begins at node 0 and its ids ascend; an empty one leaves what its row holds as it is. Paths are asked of
+        the host, which knows their lengths anyway: nodes that lie where they belong, often all of them, aren't moved.
+        None is overwritten before it is read.
         """
-        width = max(accepted)
-        if width > 1:
-            move = self._move_one if len(accepted) == 1 else self._move_rows
-            move(path_BA[:, :width], width)
-        self.lengths = [length + count for length, count in zip(self.lengths, accepted, strict=True)]
+        still = min((_in_place(path) for path in paths if path), default=0)  # of every row that keeps any
+        width = max(map(len, paths)) - still
+        if width > 0:
+            move = self._move_one if len(paths) == 1 else self._move_rows
+            move(paths, still, width)
+        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
 
-    def _move_one(self, path_BA: Tensor, width: int) -> None:
-        """One row: a selection of slots and a copy, which is less work than scattering."""
-        start = self.lengths[0]
-        source_A = path_BA[0] + start
+    def _move_one(self, paths: Sequence[Sequence[int]], still: int, width: int) -> None:
+        """One row: node by node, or where they are more than a few a selection of slots and a copy."""
+        start = self.lengths[0] + still
+        sources = [self.lengths[0] + node for node in paths[0][still:]]
         for stored in self._storages:
-            stored.narrow(3, start, width).copy_(stored.index_select(3, source_A.to(stored.device)))
+            if width > FEW:
+                moved = stored.index_select(3, torch.tensor(sources, device=stored.device))
+                stored.narrow(3, start, width).copy_(moved)
+                continue
+            for target, source in enumerate(sources, start):  # ascending: none is overwritten before it is read
+                stored.narrow(3, target, 1).copy_(stored.narrow(3, source, 1))
 
-    def _move_rows(self, path_BA: Tensor, width: int) -> None:
-        """Rows of different lengths; beyond a row's count its slots are written back as they are."""
-        start_B1 = torch.tensor(self.lengths, device=path_BA.device)[:, None]
-        target_BA = start_B1 + torch.arange(width, device=path_BA.device)
-        source_BA = torch.where(path_BA >= 0, start_B1 + path_BA, target_BA)
+    def _move_rows(self, paths: Sequence[Sequence[int]], still: int, width: int) -> None:
+        """Rows of different lengths; beyond a row's path its slots are written back as they are."""
+        sources, targets = [], []
+        for length, path in zip(self.lengths, paths, strict=True):
+            targets.append([length + still + place for place in range(width)])
+            moved = [length + node for node in path[still:]]
+            sources.append(moved + targets[-1][len(moved) :])
+        slots_2BA = torch.tensor([sources, targets])
         for stored in self._storages:
             shape = (*stored.shape[:3], width, stored.shape[4])
-            source = source_BA.to(stored.device)[None, :, None, :, None].expand(shape)
-            target = target_BA.to(stored.device)[None, :, None, :, None].expand(shape)
+            source, target = (each[None, :, None, :, None].expand(shape) for each in slots_2BA.to(stored.device))
             stored.scatter_(3, target, stored.gather(3, source))
 
     def select(self, rows: Sequence[int]) -> None:
@@ -265,3 +274,13 @@ class SlotCache(Cache):
         """A row's committed keys and values of one layer: ``[heads, length, size]`` each."""
         keys, values = self._planes[layer_idx]
         return keys[row, :, : self.lengths[row]], values[row, :, : self.lengths[row]]
+
+
+def _in_place(path: Sequence[int]) -> int:
+    """How many nodes of a path, from the root on, lie where it wants them."""
+    place = 0
+    for node in path:
+        if node != place:
+            break
+        place += 1
+    return place

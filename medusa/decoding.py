@@ -121,27 +121,31 @@ class Decoder:
             self.root_B = place(self.root_B, slots, root_B)
         for slot, number, row in zip(slots, numbers, rows, strict=True):
             self.slots[slot], self.rows[number] = number, row
+        self._look_up()
         return slots
+
+    def _look_up(self) -> None:
+        """What stays the same from step to step, whenever rows come or go."""
+        self._served = [None if number is None else self.rows[number] for number in self.slots]
+        self._sampling = [SamplingParams() if row is None else row.request.sampling for row in self._served]
 
     @torch.inference_mode()
     def step(self) -> Step:
         """Propose, verify, accept, commit: one forward of the trunk."""
-        rows = [None if number is None else self.rows[number] for number in self.slots]
-        room = max(row.left for row in self.rows.values()) - 1
+        rows, lefts = self._served, [row.left for row in self.rows.values()]
         after = [length + 1 for length in self.cache.lengths]  # where the token after the root will stand
-        sampling = [SamplingParams() if row is None else row.request.sampling for row in rows]
-        chance = Chance(sampling, after, self.draws, self.root_B.device)
-        tree = self._within_limits(self.session.propose(self.root_B, room, chance), chance)
+        chance = Chance(self._sampling, after, self.draws, self.root_B.device)
+        tree = self.session.propose(self.root_B, max(lefts) - 1, chance)
+        if tree.shape.levels > min(lefts):
+            tree = self._within_limits(tree, chance)
         verified = self.trunk.tree_forward(tree, self.cache, layers=self.layers)
         rule = self.rule or (DeterministicRule() if tree.sampled_BN is None else RecursiveRule())
         acceptance = rule(tree, self._laws(verified.logits, tree, chance, rows))
         self.session.commit(tree, verified, acceptance)
         self.root_B = acceptance.next_token_B
-        # the step's one transfer: the trees' tokens, the token after each accepted path, and the path
-        packed = torch.cat([tree.tokens_BN, self.root_B[:, None], acceptance.path_BA], 1).tolist()
-        paths = [[node for node in each[tree.size + 1 :] if node >= 0] for each in packed]
-        self.cache.commit(acceptance.path_BA, [len(path) if row else 0 for path, row in zip(paths, rows, strict=True)])
-        new = [[*(each[node] for node in path[1:]), each[tree.size]] for each, path in zip(packed, paths, strict=True)]
+        walks = acceptance.on_host(tree)
+        self.cache.commit([walk.path if row else [] for walk, row in zip(walks, rows, strict=True)])
+        new, paths = [walk.tokens for walk in walks], [walk.path for walk in walks]
         return self._emit(range(len(rows)), new, _logprobs(rows, verified.logits, paths, new), tree.size)
 
     def _laws(self, logits_BNV: Tensor, tree: DraftTree, chance: Chance, rows: Sequence[Underway | None]) -> Laws:
@@ -162,11 +166,10 @@ class Decoder:
 
     def _within_limits(self, tree: DraftTree, chance: Chance) -> DraftTree:
         """Nodes beyond a row's own limit become fillers: what it draws depends on no other row's room."""
-        least = min(row.left for row in self.rows.values())
-        plain = chance.greedy and all(row.request.processor is None for row in self.rows.values())
-        if plain or tree.shape.levels <= least:
+        if chance.greedy and all(row.request.processor is None for row in self.rows.values()):
             return tree
-        lefts = [least if number is None else self.rows[number].left for number in self.slots]
+        least = min(row.left for row in self.rows.values())
+        lefts = [least if row is None else row.left for row in self._served]
         room_B1 = torch.tensor(lefts, device=tree.tokens_BN.device)[:, None] - 1
         return replace(tree, valid_BN=tree.valid_BN & (tree.shape.depths <= room_B1))
 
@@ -201,6 +204,7 @@ class Decoder:
             return
         freed = [slot for slot, number in enumerate(self.slots) if number in numbers]
         self.slots = [None if slot in freed else number for slot, number in enumerate(self.slots)]
+        self._look_up()
         kept = [slot for slot, number in enumerate(self.slots) if number is not None]
         if 2 * len(kept) > len(self.slots):
             self.cache.release(freed)
@@ -210,6 +214,7 @@ class Decoder:
         self.session.select(kept)
         self.root_B = self.root_B[kept]
         self.slots = [self.slots[slot] for slot in kept]
+        self._look_up()
 
     def past(self) -> Past:
         """What the only row, which has ended, leaves in the cache."""

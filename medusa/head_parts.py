@@ -7,6 +7,8 @@ Dimensions: D hidden, R rank, V vocabulary, V' the tokens that heads draft from,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +30,19 @@ def like(x: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
 
 
-def residual(x: Tensor, read: Tensor, linear: nn.Module) -> Tensor:
+def bare(layer: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """What a layer computes for inputs of ``dtype``, without what a module does around it: on a small one that is half.
+
+    The layer itself where there is more to it: hooks, packed weights, a forward of its own, weights of another dtype.
+    """
+    usual = type(layer) in (nn.Linear, Linear, LowRank) and "forward" not in vars(layer)
+    if not usual or layer._forward_hooks or layer._forward_pre_hooks or layer.weight.dtype != dtype:
+        return layer
+    weight, bias = layer.weight, layer.bias
+    return lambda x: nn.functional.linear(x, weight, bias)
+
+
+def residual(x: Tensor, read: Tensor, linear: Callable[[Tensor], Tensor]) -> Tensor:
     """What a block makes of its input, by the layer that reads it."""
     return x + nn.functional.silu(linear(read))
 
@@ -94,6 +108,11 @@ class Head(nn.Module):
         self.blocks = nn.ModuleList(ResBlock(hidden, extra if layer == 0 else 0) for layer in range(layers))
         self.projection = projection
         self.markov = markov
+
+    @property
+    def residuals(self) -> list[ResBlock]:
+        """Its blocks, in order."""
+        return [block for block in self.blocks if isinstance(block, ResBlock)]
 
     def forward(self, hidden: Tensor, context: Tensor | None) -> Tensor:
         for block in self.blocks:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from medusa.processors import Prefixes, Row, process
-from medusa.sampling import TOKEN, Chance, HashDraws, SamplingParams, to_probs
+from medusa.sampling import TOKEN, Chance, HashDraws, SamplingParams, largest, to_probs
 from medusa.tree import DraftTree
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' protocol: (input_ids [1, T], scores [1, V]) -> scores
@@ -101,7 +101,7 @@ class Laws:
         In rows with a processor that is called along the walk it is -1 off the path that their own choices make.
         """
         if self.chance.greedy:
-            choice_BN = self._logits_BNV.max(-1).indices  # the first of equals, as argmax, in a third of its time
+            choice_BN = largest(self._logits_BNV)
         else:
             choice_BN = self.chance.categorical(self.p_BNV, self.depths, TOKEN)
         for row in self._along:

@@ -27,7 +27,9 @@ def positions(shape: Shape, lengths: Sequence[int], horizon: int | None) -> Tens
     them, or take its rotary frequencies by them.
     """
     if len(set(lengths)) == 1:
-        positions_BN = (shape.depths + lengths[0]).expand(len(lengths), -1)
+        positions_BN = shape.depths + lengths[0]
+        if len(positions_BN) < len(lengths):
+            positions_BN = positions_BN.expand(len(lengths), -1)
     else:
         positions_BN = torch.tensor(lengths, device=shape.depths.device)[:, None] + shape.depths
     if horizon is not None and max(lengths) + shape.levels > horizon:

@@ -9,7 +9,7 @@ Dimensions: B batch, N nodes (the root included), R ranks, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -181,13 +181,14 @@ class Shape:
 
     ``ancestors`` bool [B|1, N, N], ``depths`` int64 [B|1, N], ``parents`` int64 [B|1, N] with the root its own
     parent, so that it can be used to gather; ``paths`` int64 [B|1, N, A] lists the way from the root to each node,
-    -1 beyond it, where A is a bound on depth + 1 known to the host.
+    -1 beyond it, where A is a bound on depth + 1 known to the host. ``topology`` is given where that knows it.
     """
 
     ancestors: Tensor
     depths: Tensor
     parents: Tensor
     paths: Tensor
+    topology: Topology | None = None
 
     @classmethod
     def of(cls, parents: Tensor, levels: int | None = None) -> Shape:
@@ -204,7 +205,8 @@ class Shape:
     @classmethod
     def static(cls, topology: Topology, device: torch.device | str) -> Shape:
         """The shape shared by all rows of a static tree: made once per topology and device."""
-        return cls.of(torch.tensor([topology.parents], device=device), topology.depth + 1)
+        shape = cls.of(torch.tensor([topology.parents], device=device), topology.depth + 1)
+        return replace(shape, topology=topology)
 
     @property
     def levels(self) -> int:

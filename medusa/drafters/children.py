@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from medusa.errors import UserError, nearest
-from medusa.sampling import DRAFT, Chance, to_probs
+from medusa.sampling import DRAFT, Chance, largest, to_probs
 from medusa.tree import DraftTree, Shape, Topology
 
 MODES = ("sampled", "mixed", "top")
@@ -52,6 +52,23 @@ class Drafting:
         return to_probs(logits_BWV, params)
 
 
+class Selection:
+    """Entries of the second dimension that are known beforehand, taken by the least work: all, a run, or one by one."""
+
+    def __init__(self, indices: Sequence[int], size: int, device: torch.device) -> None:
+        self._start = indices[0]
+        self._count = len(indices)
+        self._all = list(indices) == list(range(size))
+        self._run = list(indices) == list(range(self._start, self._start + self._count))
+        self._index = torch.tensor(indices, device=device)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Of ``values`` [B, size, ..] those entries."""
+        if self._all:
+            return values
+        return values.narrow(1, self._start, self._count) if self._run else values.index_select(1, self._index)
+
+
 class Brood:
     """The children of some parents of a topology: what of them does not depend on the step.
 
@@ -79,6 +96,8 @@ class Brood:
         )
         self.every_n = torch.ones_like(self.last_n)
         self.rank_n = torch.tensor([topology.ranks[node] for node in children], device=device)
+        cells = [ways[topology.parents[node]] * self.ranks + topology.ranks[node] for node in children]
+        self.best = Selection(cells, len(parents) * self.ranks, device)  # of all parents' likeliest tokens
 
 
 @dataclass(frozen=True)
@@ -94,7 +113,7 @@ class Picked:
 
 def likeliest(logits_BWV: Tensor, brood: Brood) -> Tensor:
     """Each child's token by its rank in its parent's law: int64 [B, n]."""
-    return logits_BWV.topk(brood.ranks).indices[:, brood.way_n, brood.rank_n]
+    return brood.best(largest(logits_BWV) if brood.ranks == 1 else logits_BWV.topk(brood.ranks).indices.flatten(1))
 
 
 def pick(logits_BWV: Tensor, brood: Brood, chance: Chance, drafting: Drafting) -> Picked:

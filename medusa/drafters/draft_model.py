@@ -170,15 +170,12 @@ class DraftModelSession:
         """Keep what was read of each accepted path; what was not is read with the next root."""
         if not self.inner:
             return
-        paths_BA = acceptance.path_BA
-        paths_BA, nodes = torch.where(paths_BA < self.inner, paths_BA, -1), paths_BA.tolist()
-        counts = [
-            0 if row.idle else count for row, count in zip(self.rows, (paths_BA >= 0).sum(-1).tolist(), strict=True)
-        ]
-        tokens = tree.tokens_BN.tolist()
-        for row, path, own in zip(self.rows, nodes, tokens, strict=True):
-            row.unread = [] if row.idle else [own[node] for node in path if node >= self.inner]
-        self.cache.commit(paths_BA, counts)
+        kept = []
+        for row, path, own in zip(self.rows, acceptance.path_BA.tolist(), tree.tokens_BN.tolist(), strict=True):
+            nodes = [] if row.idle else [node for node in path if node >= 0]
+            kept.append([node for node in nodes if node < self.inner])
+            row.unread = [own[node] for node in nodes if node >= self.inner]
+        self.cache.commit(kept)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``."""

@@ -6,14 +6,16 @@ Dimensions: B batch, C tokens on the way, D hidden, E embedding, K heads, V voca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medusa.accept import Acceptance
 from medusa.drafters.base import place
 from medusa.drafters.children import Drafting
 from medusa.errors import UserError
+from medusa.head_parts import LowRank, bare, residual
 from medusa.heads import MedusaHeads
 from medusa.tree import DraftTree
 from medusa.trunk import Trunk, TrunkOutput
@@ -21,7 +23,7 @@ from medusa.trunk import Trunk, TrunkOutput
 # A head, and the tokens from the root on of W ways int64 [B, W, C]: its logits behind each way [B, W, V'].
 Behind = Callable[[int, Tensor], Tensor]
 
-SMALL_TABLE = 1 << 22  # values of an embedding: 16 MiB in fp32
+SMALL_TABLE = 1 << 23  # values of an embedding: 32 MiB in fp32
 
 
 class HeadsDrafter:
@@ -30,10 +32,16 @@ class HeadsDrafter:
     def __init__(self, heads: MedusaHeads, drafting: Drafting) -> None:
         self.heads = heads
         self.drafting = drafting
-        self._table: Tensor | None = None
-        if heads.trunk.embedding_values <= SMALL_TABLE:  # scaled once instead of at each use
-            with torch.no_grad():
-                self._table = heads.embed(torch.arange(heads.trunk.vocab_size, device=heads.trunk.device))
+        every = torch.arange(heads.trunk.vocab_size, device=heads.trunk.device)
+        self._table = self._scaled(every)
+        self._drafted = self._table if heads.draft_ids is None else self._scaled(heads.draft_ids.to(every.device))
+
+    @torch.no_grad()
+    def _scaled(self, ids: Tensor) -> Tensor | None:
+        """Embeddings of some tokens, scaled once instead of at each use; None where they would take much memory."""
+        trunk = self.heads.trunk
+        size = trunk.embedding_values // trunk.vocab_size
+        return self.heads.embed(ids) if len(ids) * size <= SMALL_TABLE else None
 
     def check(self, trunk: Trunk) -> None:
         """UserError for another trunk than the heads are bound to."""
@@ -44,14 +52,58 @@ class HeadsDrafter:
         """Embeddings [.., E] as the heads read them."""
         return self.heads.embed(ids) if self._table is None else torch.nn.functional.embedding(ids, self._table)
 
+    def embed_drafted(self, columns: Tensor) -> Tensor:
+        """The same of the tokens that ``columns`` of the heads' logits stand for."""
+        if self._drafted is None:
+            return self.embed(self.heads.tokens(columns))
+        return torch.nn.functional.embedding(columns, self._drafted)
+
+
+class Unrolled:
+    """Heads as a step calls them: their layers are looked up once, and what a block reads comes in one piece.
+
+    It computes what they do (:class:`medusa.heads.MedusaHeads`), with less around it: half of a small head's time goes
+    into finding its parts.
+    """
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        each = [heads.head(index) for index in range(heads.config.num)]
+        dtype = heads.trunk.dtype
+        self._blocks = [[bare(block.linear, dtype) for block in head.residuals] for head in each]
+        self._projections = [_projection(heads, head.projection) for head in each]
+        self._choices = heads.choices
+
+    def features(self, head: int, hidden: Tensor, read: Tensor) -> Tensor:
+        """State [.., D] -> the head's own state; ``read`` [.., D + reads * E] is the state and what else it reads."""
+        for linear in self._blocks[head]:
+            hidden = read = residual(hidden, read, linear)
+        return hidden
+
+    def logits(self, head: int, features: Tensor) -> Tensor:
+        """Features [.., D] -> logits [.., choices] of the tokens that can be drafted."""
+        logits = features
+        for layer in self._projections[head]:
+            logits = layer(logits)
+        return logits if logits.shape[-1] == self._choices else logits[..., : self._choices]
+
+
+def _projection(heads: MedusaHeads, own: nn.Linear | None) -> list[Callable[[Tensor], Tensor]]:
+    """A head's projection, layer by layer."""
+    if own is None:
+        return [partial(heads.project, None)]
+    layers = [own.down, own] if isinstance(own, LowRank) else [own]
+    calls: list[Callable[[Tensor], Tensor]] = [bare(layer, heads.trunk.dtype) for layer in layers]
+    return [*calls, heads.trunk.scaled.__call__]
+
 
 class HeadsSession:
     """Remembers each row's state of the last *accepted* token, which is what the heads read."""
 
     def __init__(self, drafter: HeadsDrafter) -> None:
         self.heads = drafter.heads
+        self.unrolled = Unrolled(drafter.heads)
         self.drafting = drafter.drafting
-        self.embed = drafter.embed
+        self.embed, self.embed_drafted = drafter.embed, drafter.embed_drafted
         self.at_once = not drafter.heads.config.stepwise
         self.hidden_BD = torch.empty(0)
 
@@ -61,14 +113,13 @@ class HeadsSession:
 
     def logits_at_once(self, root_B1: Tensor, heads: int) -> Tensor:
         """Logits [B, K, V'] of the first so many heads, which read no drafted token; without a Markov bias."""
-        embedded_B1E = self.embed(root_B1)
-        features = [
-            self.heads.features(head, self.hidden_BD, self.heads.context(head, embedded_B1E)) for head in range(heads)
-        ]
+        read_BC, unrolled = self.hidden_BD, self.unrolled
+        if self.heads.config.kind == "root":
+            read_BC = torch.cat([self.hidden_BD, self.embed(root_B1)[:, 0]], -1)
+        features = [unrolled.features(head, self.hidden_BD, read_BC) for head in range(heads)]
         if self.heads.config.projection == "shared":  # which is read once for all heads
-            return self.heads.draftable(self.heads.logits(0, torch.stack(features, 1)))
-        logits = [self.heads.draftable(self.heads.logits(head, each_BD)) for head, each_BD in enumerate(features)]
-        return torch.stack(logits, 1)
+            return unrolled.logits(0, torch.stack(features, 1))
+        return torch.stack([unrolled.logits(head, each_BD) for head, each_BD in enumerate(features)], 1)
 
     def laws_behind(self, root_B1: Tensor, heads: int) -> Behind:
         """Logits of the first so many heads where they depend on drafted tokens, to be asked for level by level.
@@ -86,14 +137,17 @@ class HeadsSession:
         return behind
 
     def _hydra(self, head: int, ids_BWC: Tensor) -> Tensor:
-        context_BW = self.heads.context(head, self.embed(ids_BWC))
         hidden_BWD = self.hidden_BD[:, None].expand(-1, ids_BWC.shape[1], -1)
-        return self.heads.draftable(self.heads.logits(head, self.heads.features(head, hidden_BWD, context_BW)))
+        read_BWC = torch.cat([hidden_BWD, self.embed(ids_BWC).flatten(2)], -1)
+        return self.unrolled.logits(head, self.unrolled.features(head, hidden_BWD, read_BWC))
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
         """Keep the state of the last accepted node."""
-        last_B11 = acceptance.last_B[:, None, None]
-        self.hidden_BD = verified.hidden.gather(1, last_B11.expand(-1, 1, verified.hidden.shape[-1]))[:, 0]
+        hidden_BND, last_B, walks = verified.hidden, acceptance.last_B, acceptance.walks
+        if len(last_B) == 1 and walks is not None:
+            self.hidden_BD = hidden_BND[:, walks[0].path[-1]]  # a view
+        else:
+            self.hidden_BD = hidden_BND[torch.arange(len(last_B), device=last_B.device), last_B]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``."""

@@ -1,6 +1,6 @@
 """Drafting with Medusa, root or Hydra heads over a static tree.
 
-Dimensions: B batch, C tokens on the way, E embedding, K heads, N nodes, R ranks, V vocabulary, W parents.
+Dimensions: B batch, C what a head reads, D hidden, K heads, N nodes, n children, R ranks, V vocabulary, W parents.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa.checkpoint import check_depth
-from medusa.drafters.children import Brood, Drafting, Picked, likeliest, pick, sampled_tree
+from medusa.drafters.children import Brood, Drafting, Picked, Selection, likeliest, pick, sampled_tree
 from medusa.drafters.heads import HeadsDrafter, HeadsSession
 from medusa.errors import UserError
 from medusa.heads import MedusaHeads
@@ -49,21 +49,20 @@ class MedusaDrafter(HeadsDrafter):
 
 
 class _Level(Brood):
-    """The nodes of one depth, with the way from the root to each of their parents.
-
-    The topology is ordered by depth, so that a tree is the concatenation of its levels.
-    """
+    """The nodes of one depth, and which of them are parents of the next one's: the topology is ordered by depth."""
 
     def __init__(self, topology: Topology, depth: int, device: torch.device) -> None:
-        ways = sorted({topology.parents[node] for node in range(topology.size) if topology.depths[node] == depth})
-        super().__init__(topology, ways, device)
-        lineages = []
-        for parent in ways:
-            lineage = [parent]
-            while lineage[-1] != 0:
-                lineage.append(topology.parents[lineage[-1]])
-            lineages.append(lineage[::-1])
-        self.lineage_WC = torch.tensor(lineages, device=device)  # from the root to the parent
+        parents = [sorted({topology.parents[node] for node in _of(topology, each)}) for each in (depth, depth + 1)]
+        super().__init__(topology, parents[0], device)
+        nodes, inner = _of(topology, depth), parents[1]
+        if inner:
+            self.inner = Selection([nodes.index(node) for node in inner], len(nodes), device)
+            ways = [parents[0].index(topology.parents[node]) for node in inner]
+            self.above = Selection(ways, len(parents[0]), device)  # whose children these are
+
+
+def _of(topology: Topology, depth: int) -> list[int]:
+    return [node for node in range(topology.size) if topology.depths[node] == depth]
 
 
 class _Plan:
@@ -78,7 +77,20 @@ class _Plan:
         if self.levels:
             self.all = Brood(topology, sorted(set(topology.parents[1:])), device)
             self.head_W = self.all.depth_1W[0]  # whose candidates each parent's children are
-            self.head_n = self.head_W[self.all.way_n]
+            cells = [topology.depths[parent] * self.all.ranks + rank for parent, rank in _children(topology)]
+            self.best = Selection(cells, self.depth * self.all.ranks, device)  # of all heads' likeliest tokens
+        self._valid_BN = torch.empty(0, 0)
+
+    def valid(self, tokens_BN: Tensor) -> Tensor:
+        """Bool [B, N]: there are no fillers. Not made anew while there are as many rows; nobody writes into it."""
+        if self._valid_BN.shape != tokens_BN.shape:
+            self._valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
+        return self._valid_BN
+
+
+def _children(topology: Topology) -> list[tuple[int, int]]:
+    """Parent and rank of each node below the root."""
+    return list(zip(topology.parents[1:], topology.ranks[1:], strict=True))
 
 
 class MedusaSession(HeadsSession):
@@ -105,11 +117,11 @@ class MedusaSession(HeadsSession):
         if plan.levels and self.at_once:
             logits_BKV = self.logits_at_once(root_B1, plan.depth)  # once per head, not per parent
             best_BKR = logits_BKV.topk(plan.all.ranks).indices
-            tokens_BN = torch.cat([root_B1, self.heads.tokens(best_BKR[:, plan.head_n, plan.all.rank_n])], 1)
+            tokens_BN = torch.cat([root_B1, self.heads.tokens(plan.best(best_BKR.flatten(1)))], 1)
         elif plan.levels:
             tokens_BN = self._fill_by_level(plan, root_B1, likeliest)
         tokens_BN = tokens_BN if place_N is None else tokens_BN[:, place_N]
-        return DraftTree(plan.shape, tokens_BN, torch.ones_like(tokens_BN, dtype=torch.bool))
+        return DraftTree(plan.shape, tokens_BN, plan.valid(tokens_BN))
 
     def _draw_at_once(self, plan: _Plan, root_B1: Tensor, chance: Chance) -> list[Picked]:
         logits_BWV = self.logits_at_once(root_B1, plan.depth)[:, plan.head_W]
@@ -125,10 +137,48 @@ class MedusaSession(HeadsSession):
         self._fill_by_level(plan, root_B1, choose)
         return picks
 
-    def _fill_by_level(self, plan: _Plan, tokens_BN: Tensor, choose: Callable[[Tensor, Brood], Tensor]) -> Tensor:
+    def _fill_by_level(self, plan: _Plan, root_B1: Tensor, choose: Callable[[Tensor, Brood], Tensor]) -> Tensor:
         """Each level's laws depend on the tokens drafted on the way to it. Nodes come out ordered by depth."""
-        behind = self.laws_behind(tokens_BN, plan.depth)
+        hydra = self.heads.config.kind == "hydra"
+        ways = _HydraWays(self, root_B1) if hydra else _MarkovWays(self, root_B1, plan.depth)
+        columns: list[Tensor] = []
         for head, level in enumerate(plan.levels):
-            new_Bn = self.heads.tokens(choose(behind(head, tokens_BN[:, level.lineage_WC]), level))
-            tokens_BN = torch.cat([tokens_BN, new_Bn], 1)
-        return tokens_BN
+            columns.append(choose(ways.laws(head), level))
+            if head + 1 < plan.depth:
+                ways.descend(level, level.inner(columns[-1]))
+        if self.heads.draft_ids is not None:
+            columns = [self.heads.tokens(torch.cat(columns, 1))]
+        return torch.cat([root_B1, *columns], 1)
+
+
+class _HydraWays:
+    """What Hydra's heads read behind each way: the state, and the embeddings of its tokens, each looked up once."""
+
+    def __init__(self, session: MedusaSession, root_B1: Tensor) -> None:
+        self._unrolled, self._embed = session.unrolled, session.embed_drafted
+        self._hidden_B1D = session.hidden_BD[:, None]
+        self._read_BWC = torch.cat([self._hidden_B1D, session.embed(root_B1)], -1)
+
+    def laws(self, head: int) -> Tensor:
+        """Logits [B, W, V'] behind the ways."""
+        return self._unrolled.logits(head, self._unrolled.features(head, self._hidden_B1D, self._read_BWC))
+
+    def descend(self, level: _Level, columns_BW: Tensor) -> None:
+        """Go on to those of a level's nodes that are parents, which hold the tokens of these columns."""
+        self._read_BWC = torch.cat([level.above(self._read_BWC), self._embed(columns_BW)], -1)
+
+
+class _MarkovWays:
+    """Heads whose laws depend on the last token of each way."""
+
+    def __init__(self, session: MedusaSession, root_B1: Tensor, heads: int) -> None:
+        self._behind, self._tokens = session.laws_behind(root_B1, heads), session.heads.tokens
+        self._last_BW = root_B1
+
+    def laws(self, head: int) -> Tensor:
+        """Logits [B, W, V'] behind the ways."""
+        return self._behind(head, self._last_BW[..., None])
+
+    def descend(self, level: _Level, columns_BW: Tensor) -> None:
+        """Go on to those of a level's nodes that are parents, which hold the tokens of these columns."""
+        self._last_BW = self._tokens(columns_BW)

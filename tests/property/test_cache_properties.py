@@ -76,12 +76,10 @@ class Model:
         tokens = self.write(size)
         paths = [[0, *sorted(self.rng.sample(range(1, size), self.rng.randint(0, size - 1)))] for _ in self.rows]
         keeps = [bool(row) and self.rng.random() < 0.8 for row in self.rows]
-        counts = [len(path) if keep else 0 for path, keep in zip(paths, keeps, strict=True)]
-        # a row that keeps nothing may come with a path all the same
-        paths = [path if keep or self.rng.random() < 0.5 else [] for path, keep in zip(paths, keeps, strict=True)]
-        self.cache.commit(padded(paths, -1, self.rng.randint(max(*counts, 1), size)), counts)
-        for row, line, path, kept in zip(self.rows, tokens, paths, counts, strict=True):
-            row += [line[node] for node in path[:kept]]
+        paths = [path if keep else [] for path, keep in zip(paths, keeps, strict=True)]
+        self.cache.commit(paths)
+        for row, line, path in zip(self.rows, tokens, paths, strict=True):
+            row += [line[node] for node in path]
 
     def rollback(self) -> None:
         self.write(self.rng.randint(1, 6))
@@ -204,7 +202,7 @@ class Talk:
             if path:
                 self.texts[row] += [tokens[row][node] for node in path]
                 close(logits[row, last], recompute(self.trunk, self.texts[row])[-1])
-        self.cache.commit(padded(paths, -1, size), [len(path) for path in paths])
+        self.cache.commit(paths)
 
     def release(self) -> None:
         slots = self.draw(st.lists(st.integers(0, len(self.texts) - 1), min_size=1, unique=True))

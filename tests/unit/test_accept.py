@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -15,6 +16,7 @@ from medusa.broken import BROKEN
 from medusa.lawkit import Constant
 from medusa.laws import Laws
 from medusa.sampling import Chance, HashDraws, SamplingParams, draw
+from medusa.testing import random_topology
 from medusa.tree import DraftTree, Shape, Topology
 
 V = 6
@@ -88,6 +90,34 @@ def test_rows_have_their_own_trees_and_lengths() -> None:
     assert acceptance.path_BA.tolist() == [[0, 1, 2], [0, 2, -1], [0, -1, -1]]
     assert acceptance.length_B.tolist() == [3, 2, 1]
     assert acceptance.next_token_B.tolist() == [3, 4, 1]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_host_is_told_what_the_device_knows(rows: int, seed: int) -> None:
+    """Of a tree whose shape the host knows and of one that it doesn't; and by a rule that makes no walks itself."""
+    rng = random.Random(seed)
+    topology = random_topology(rng, 9, ranks=V)
+    tokens = torch.tensor([[0, *topology.ranks[1:]]] * rows)  # siblings differ
+    agree = torch.tensor([[rng.random() < 0.8 for _ in range(9)] for _ in range(rows)])
+    choices = torch.randint(V, (rows, 9), generator=torch.Generator().manual_seed(seed))
+    for node in range(1, 9):
+        choices[:, topology.parents[node]] = torch.where(
+            agree[:, node], tokens[:, node], choices[:, topology.parents[node]]
+        )
+    known, valid = Shape.static(topology, "cpu"), torch.ones_like(tokens).bool()
+    of_rows = Shape.of(known.parents.clone().index_fill_(1, torch.tensor([0]), -1).expand(rows, -1), known.levels)
+    made = [
+        DeterministicRule()(DraftTree(shape, tokens, valid), Laws.given(one_hot(choices.tolist())))
+        for shape in (known, replace(known, topology=None), of_rows)
+    ]
+    assert any(len(walk.path) > 1 for walk in made[0].on_host(DraftTree(known, tokens, valid)))
+    for each in made:
+        assert torch.equal(each.path_BA, made[0].path_BA) and torch.equal(each.last_B, made[0].last_B)
+        assert torch.equal(each.next_token_B, made[0].next_token_B)
+        assert each.last_B.tolist() == [walk.path[-1] for walk in each.walks or ()]
+        told = each.on_host(DraftTree(known, tokens, valid))
+        assert told == replace(each, walks=None).on_host(DraftTree(known, tokens, valid))
 
 
 def test_a_shared_shape_serves_all_rows() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from medusa.accept import DeterministicRule
-from medusa.cache import BLOCK, LayerShape, PlaneShape, SlotCache
+from medusa.cache import BLOCK, FEW, LayerShape, PlaneShape, SlotCache
 from medusa.laws import Laws
 from medusa.sampling import SamplingParams, to_probs
 from medusa.testing import plain_greedy, recompute, tiny_trunk
@@ -71,15 +71,14 @@ def test_rollback_is_doing_nothing() -> None:
     write(cache, [[10, 11], [20, 21]])
     assert [held(cache, row) for row in range(2)] == [[1, 2, 3], [4]]
     write(cache, [[30], [40]])  # the next step writes over what was rejected
-    cache.commit(torch.tensor([[0], [0]]), [1, 1])
+    cache.commit([[0], [0]])
     assert [held(cache, row) for row in range(2)] == [[1, 2, 3, 30], [4, 40]]
 
 
 def test_rows_keep_paths_of_their_own() -> None:
     cache = prefilled([[1, 2, 3], [4], [5, 6], [7]])
     write(cache, [[10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33], [40, 41, 42, 43]])
-    path = torch.tensor([[0, 2, 3, -1], [0, 3, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]])
-    cache.commit(path, [3, 2, 4, 0])
+    cache.commit([[0, 2, 3], [0, 3], [0, 1, 2, 3], []])
     expected = [[1, 2, 3, 10, 12, 13], [4, 20, 23], [5, 6, 30, 31, 32, 33], [7]]
     assert [held(cache, row) for row in range(4)] == expected
     assert cache.lengths == [6, 3, 6, 1]
@@ -88,15 +87,28 @@ def test_rows_keep_paths_of_their_own() -> None:
 def test_equal_lengths_take_the_same_way_as_ragged_ones() -> None:
     cache = prefilled([[1, 2], [3, 4]])
     write(cache, [[10, 11, 12], [20, 21, 22]])
-    cache.commit(torch.tensor([[0, 2], [0, 1]]), [2, 2])
+    cache.commit([[0, 2], [0, 1]])
     assert [held(cache, row) for row in range(2)] == [[1, 2, 10, 12], [3, 4, 20, 21]]
 
 
-def test_a_path_wider_than_what_any_row_accepted() -> None:
-    cache = prefilled([[1, 2], [3]])
-    write(cache, [[10, 11, 12], [20, 21, 22]])
-    cache.commit(torch.tensor([[0, -1, -1], [0, 2, -1]]), [1, 2])
-    assert [held(cache, row) for row in range(2)] == [[1, 2, 10], [3, 20, 22]]
+@pytest.mark.parametrize(
+    "path", [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 3, 5], [0, 1, 2, 3, 4], [0, *range(2, FEW + 4)]]
+)
+@pytest.mark.parametrize("beside", [None, [], [0, 2, 4], [0, 1, 2, 3]])
+def test_nodes_that_lie_where_they_belong_are_not_moved(path: list[int], beside: list[int] | None) -> None:
+    paths = [path] if beside is None else [path, beside]
+    texts, tokens = [[1, 2, 3], [4]][: len(paths)], [[*range(10, 24)], [*range(30, 44)]][: len(paths)]
+    cache = prefilled(texts)
+    write(cache, tokens)
+    moves: list[int] = []
+    for name in ("_move_one", "_move_rows"):
+        move = getattr(cache, name)
+        setattr(cache, name, lambda *args, move=move: (moves.append(args[2]), move(*args)))
+    cache.commit(paths)
+    for row, each in enumerate(paths):
+        assert held(cache, row) == texts[row] + [tokens[row][node] for node in each]
+    if not beside:
+        assert sum(moves) == sum(node != place for place, node in enumerate(path))
 
 
 def test_rows_leave_and_close_up() -> None:
@@ -105,7 +117,7 @@ def test_rows_leave_and_close_up() -> None:
     assert [held(cache, row) for row in range(2)] == [[5, 6], [4]]
     assert cache.longest == 2
     write(cache, [[10, 11], [20, 21]])
-    cache.commit(torch.tensor([[0, 1], [0, -1]]), [2, 1])
+    cache.commit([[0, 1], [0]])
     assert [held(cache, row) for row in range(2)] == [[5, 6, 10, 11], [4, 20]]
 
 
@@ -115,7 +127,7 @@ def test_growing_keeps_what_is_held(length: int) -> None:
     cache = prefilled(rows, layers=1)
     for _ in range(3):
         write(cache, [[10, 11], [20, 21]])
-        cache.commit(torch.tensor([[0, 1], [0, 1]]), [2, 2])
+        cache.commit([[0, 1], [0, 1]])
         rows = [rows[0] + [10, 11], rows[1] + [20, 21]]
         assert [held(cache, row) for row in range(2)] == rows
     assert cache.capacity % BLOCK == 0 and cache.capacity >= length + 6
@@ -125,7 +137,7 @@ def test_a_cache_is_sized_by_need_not_by_the_first_call() -> None:
     cache = prefilled([[1]])
     for step in range(5):
         write(cache, [list(range(100 * step, 100 * step + 100))])
-        cache.commit(torch.arange(100)[None], [100])
+        cache.commit([range(100)])
     assert held(cache, 0) == [1, *range(500)]
 
 
@@ -136,17 +148,16 @@ def test_a_released_slot_is_empty_and_holds_nobody_up() -> None:
     assert cache.lengths == [0, 2, 1] and cache.longest == 2 and before == [5, 2, 1]
     assert cache.reserve(3) == 5
     write(cache, [[10, 11, 12], [20, 21, 22], [30, 31, 32]])  # the free slot takes part in the forward
-    cache.commit(torch.tensor([[-1, -1], [0, 2], [0, -1]]), [0, 2, 1])
+    cache.commit([[], [0, 2], [0]])
     assert [held(cache, row) for row in range(3)] == [[], [6, 7, 20, 22], [8, 30]]
 
 
-@pytest.mark.parametrize("path", [[-1, -1, -1], [0, 2, -1], [0, 1, 2]])
-def test_a_row_that_keeps_nothing_stays_as_it_is_whatever_its_path(path: list[int]) -> None:
+def test_a_row_that_keeps_nothing_stays_as_it_is() -> None:
     cache = prefilled([[1, 2, 3], [4]])
     write(cache, [[10, 11, 12], [20, 21, 22]])
-    cache.commit(torch.tensor([path, [0, 2, -1]]), [0, 2])
+    cache.commit([[], [0, 2]])
     assert [held(cache, row) for row in range(2)] == [[1, 2, 3], [4, 20, 22]]
-    cache.commit(torch.tensor([path, path]), [0, 0])
+    cache.commit([[], []])
     assert [held(cache, row) for row in range(2)] == [[1, 2, 3], [4, 20, 22]]
 
 
@@ -156,7 +167,7 @@ def test_rows_are_admitted_into_free_slots_and_behind_the_others() -> None:
     cache.admit([4, 1, 3], prefilled([[10], [11, 12, 13, 14], [15, 16]]))
     assert [held(cache, row) for row in range(5)] == [[1, 2, 3], [11, 12, 13, 14], [5, 6], [15, 16], [10]]
     write(cache, [[20], [21], [22], [23], [24]])
-    cache.commit(torch.zeros(5, 1, dtype=torch.long), [1] * 5)
+    cache.commit([[0]] * 5)
     assert [held(cache, row)[-1] for row in range(5)] == [20, 21, 22, 23, 24]
 
 
@@ -167,7 +178,7 @@ def test_what_is_admitted_is_a_copy() -> None:
     other.select([1])
     other.release([0])
     write(cache, [[8], [9]])
-    cache.commit(torch.tensor([[0], [0]]), [1, 1])
+    cache.commit([[0], [0]])
     assert [held(cache, row) for row in range(2)] == [[3, 8], [4, 5, 9]]
 
 
@@ -226,7 +237,7 @@ def test_rollback_exercise(trunk: Trunk) -> None:
     acceptance = DeterministicRule()(tree, Laws.given(to_probs(verified.logits, [SamplingParams()])))
     assert acceptance.path_BA.tolist() == [[0, 1, 2, -1, -1, -1]]
     assert acceptance.next_token_B.tolist() == [truth[2]]
-    cache.commit(acceptance.path_BA, acceptance.length_B.tolist())
+    cache.commit([[0, 1, 2]])
     assert cache.lengths == [12]
     kept = prefix + drafts[:2]
     fresh = trunk.new_cache(1)

@@ -10,8 +10,10 @@ import torch
 import transformers
 
 from medusa.accept import DeterministicRule
+from medusa.drafters.heads import Unrolled
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.errors import UserError
+from medusa.head_parts import Linear, bare
 from medusa.heads import KINDS, PROJECTIONS, HeadsConfig, MedusaHeads
 from medusa.laws import Laws
 from medusa.sampling import SamplingParams, to_probs
@@ -255,6 +257,40 @@ def drafted(heads: MedusaHeads, topology: Topology, hidden_BD: torch.Tensor, roo
     tree = session.propose(root_B, 99)
     assert tree.valid_BN.all() and tree.shape.depths[0].tolist() == list(topology.depths)
     return tree.tokens_BN
+
+
+@pytest.mark.parametrize("kept", [torch.float64, torch.float32])
+@pytest.mark.parametrize("projection", PROJECTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["phi", "gemma2"])  # a projection with a bias, a softcap
+def test_unrolled_heads_are_the_heads_to_the_bit(family: str, kind: str, projection: str, kept: torch.dtype) -> None:
+    """Also where their weights are kept in another precision than the trunk computes in."""
+    trunk, rank = trunk_of(family), 6 if projection == "low_rank" else None
+    heads = random_heads(trunk, HeadsConfig(kind, num=3, layers=2, projection=projection, rank=rank)).to(kept)
+    unrolled = Unrolled(heads)
+    hidden = torch.randn(2, 4, 32, dtype=torch.float64)
+    embedded = torch.randn(2, 4, 3, 32, dtype=torch.float64)
+    for head in range(3):
+        context = heads.context(head, embedded)
+        features = heads.features(head, hidden, context)
+        read = hidden if context is None else torch.cat([hidden, context], -1)
+        assert torch.equal(unrolled.features(head, hidden, read), features)
+        assert torch.equal(unrolled.logits(head, features), heads.draftable(heads.logits(head, features)))
+
+
+@pytest.mark.parametrize("what", ["hook", "hook before", "forward", "kind"])
+def test_a_layer_that_does_more_is_called_whole(what: str) -> None:
+    layer, called = Linear(4, 3), []
+    assert bare(layer, torch.float32) is not layer
+    if what == "forward":
+        layer.forward = lambda x: called.append(x) or x  # type: ignore[method-assign,func-returns-value,return-value]
+    elif what == "kind":
+        layer.__class__ = type("More", (Linear,), {})
+    else:
+        register = layer.register_forward_hook if what == "hook" else layer.register_forward_pre_hook
+        register(lambda *_: called.append(1))
+    bare(layer, torch.float32)(torch.zeros(4))
+    assert bare(layer, torch.float32) is layer and (called or what == "kind")
 
 
 @pytest.mark.parametrize("kind", KINDS)

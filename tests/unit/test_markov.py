@@ -267,15 +267,16 @@ def test_a_dynamic_tree_draws_nothing_of_its_own() -> None:
 def test_heads_stay_parallel(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their states and own logits are made once for each head, however many parents there are."""
     heads, calls = heads_of("root"), []
-    real = heads.logits
+    drafter = DynamicDrafter(heads, 20) if mode == "dynamic" else MedusaDrafter(heads, Topology.full([3, 3, 2]))
+    session = opened(drafter.open(heads.trunk))
+    real = session.unrolled.logits
 
     def counted(head: int, features: Tensor) -> Tensor:
         calls.append((head, features.shape))
         return real(head, features)
 
-    monkeypatch.setattr(heads, "logits", counted)
-    drafter = DynamicDrafter(heads, 20) if mode == "dynamic" else MedusaDrafter(heads, Topology.full([3, 3, 2]))
-    opened(drafter.open(heads.trunk)).propose(ROOTS, 9, chance_of() if mode == "sampled" else None)
+    monkeypatch.setattr(session.unrolled, "logits", counted)
+    session.propose(ROOTS, 9, chance_of() if mode == "sampled" else None)
     assert calls == [(head, (3, 32)) for head in range(3)]
 
 

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from medusa.data.tokenizers import char_tokenizer, train_bpe
-from medusa.infer.text import PENDING, REPLACEMENT, Detokeniser
+from medusa.infer.text import PENDING, REPLACEMENT, Detokeniser, decoder
 
 from .fallback import byte_fallback
 
@@ -87,6 +87,26 @@ def test_a_character_cut_off_by_the_limit_comes_at_the_end() -> None:
     ids = BYTES.encode("a😀")[:-1]
     assert pieces(BYTES, ids) == ["a", "", "", "", REPLACEMENT]
     assert at_once(BYTES, ids) == "a" + REPLACEMENT
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 269), max_size=12))
+def test_ids_are_decoded_as_the_tokenizer_decodes_them(ids: list[int]) -> None:
+    for tokenizer in (BYTES, CHARS, FALLBACK):
+        own = [token for token in ids if token < len(tokenizer)]
+        assert decoder(tokenizer)(own) == tokenizer.decode(own, clean_up_tokenization_spaces=False)
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **options: Any) -> str:
+            return super()._decode(*args, **options).upper()
+
+    loud = Loud(tokenizer_object=BYTES.backend_tokenizer)
+    ids = BYTES.encode("hello")
+    assert decoder(loud)(ids) == "HELLO" and decoder(BYTES)(ids) == "hello"
+    loud.decode = lambda ids, **_: "other"
+    assert decoder(loud)(ids) == "other"
 
 
 def test_special_tokens_are_left_out_and_do_not_join_what_they_part() -> None:
