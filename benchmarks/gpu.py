@@ -33,10 +33,10 @@ from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.folded import settle
 from medusa.heads import HeadsConfig, MedusaHeads
-from medusa.infer.contenders import Task, library_way, our_way
-from medusa.infer.given import GivenRule, spread
-from medusa.infer.profile import HEADS, profile
-from medusa.infer.profile_report import account, trunk_bytes, trunk_operations
+from medusa.infer.bench.contenders import Task, library_way, our_way
+from medusa.infer.bench.given import GivenRule, spread
+from medusa.infer.bench.profile import HEADS, profile
+from medusa.infer.bench.profile_report import account, trunk_bytes, trunk_operations
 from medusa.infer.warmup import warm_up
 from medusa.machine import describe, peak_memory_mb, pick_device, rates, seconds
 from medusa.packed import settle_products

@@ -19,10 +19,10 @@ from typing import Any
 
 from medusa.errors import UserError
 from medusa.files import read_json, write_json
-from medusa.infer.bench import BenchOptions
-from medusa.infer.bench_axes import AxisOptions
-from medusa.infer.bench_run import run_axes
-from medusa.infer.summary import interval
+from medusa.infer.bench.axes import AxisOptions
+from medusa.infer.bench.grid import run_axes
+from medusa.infer.bench.run import BenchOptions
+from medusa.infer.bench.summary import interval
 
 
 def ratios(cell: dict[str, Any], ours: str, peer: str, seed: int) -> dict[str, Any]:

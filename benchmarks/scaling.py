@@ -36,8 +36,8 @@ from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
 from medusa.files import write_json
 from medusa.folded import settle
-from medusa.infer.contenders import synchronise
-from medusa.infer.given import GivenDrafter, GivenRule, spread
+from medusa.infer.bench.contenders import synchronise
+from medusa.infer.bench.given import GivenDrafter, GivenRule, spread
 from medusa.machine import describe, pick_device
 from medusa.packed import settle_products
 from medusa.trunk import Trunk

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def calibrate(argv: list[str]) -> int:
     """Measure trees on this machine and save the fastest in the run's folder."""
+    from .bench.report import check_writable
     from .drafters import has_drafts
     from .recipe import CALIBRATED_BY, calibration_settings
-    from .report import check_writable
 
     parser = new_parser(
         "calibrate",

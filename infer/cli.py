@@ -29,7 +29,7 @@ IN_PYTHON = {"logits_processor", "stopping_criteria", "sequence_bias", "num_retu
 
 def run(command: str, argv: list[str]) -> int:
     """Run ``medusa COMMAND ARGV``; return the exit code."""
-    from .bench_cli import bench
+    from .bench.cli import bench
     from .calibrate_cli import calibrate
 
     commands = {"generate": _generate, "calibrate": calibrate, "bench": bench}

@@ -3,7 +3,7 @@
 A trace is made per number of rows and nodes; the length of the text may change from call to call. What is traced is
 :meth:`medusa.trunk.Trunk.forward_with_gradients` itself, so that a family's own ways stay one piece of code. A tree
 that is somewhat smaller than a trace takes it with fillers behind its nodes. All other forwards, such as the prefill,
-run as they do without compilation.
+run as they do without compilation. Layers whose weights are packed (:mod:`medusa.packed`) are packed in traces too.
 
 Dimensions: B rows, N nodes, T slots in view, D hidden, V vocabulary.
 """
@@ -22,11 +22,13 @@ from medusa.cache import SlotCache, StepCache
 from medusa.errors import UserError, reason
 from medusa.family import turning_point
 from medusa.parallel import spread
+from medusa.traced import traceable
 
 if TYPE_CHECKING:
     from medusa.trunk import Trunk
 
 Step = Callable[..., tuple[Tensor, ...]]
+SMALL = 32 * 2**20  # bytes of weights, which a processor's caches about hold: calls then take as long as the products
 FILLED = 2  # a trace takes trees of at least its nodes over this: beyond that, fillers cost more than tracing brings
 
 
@@ -41,7 +43,7 @@ class CompiledSteps:
     """Forwards of a trunk over trees of the sizes given, each compiled when it is first met.
 
     ``layers``: whose states steps return as well, where they are asked for. ``backend`` is torch.compile's, ``options``
-    are settings of inductor while it compiles.
+    are settings of inductor while it compiles, by default those of :func:`settings`.
 
     Raises:
         UserError: rotary frequencies that go by the positions of each forward, which a trace would freeze; a trunk that
@@ -67,7 +69,7 @@ class CompiledSteps:
         self.trunk = trunk
         self.sizes: list[StepSize] = []
         self.layers: tuple[int, ...] = ()
-        self.backend, self.options = backend, options or {}
+        self.backend, self.options = backend, settings(trunk) if options is None else options
         self.compiled: dict[StepSize, Step] = {}
         self.add(sizes, layers)
 
@@ -137,7 +139,7 @@ class CompiledSteps:
         step: Step = torch.compile(
             _traced(self.trunk, self.layers), backend=self.backend, fullgraph=True, dynamic=False, options=unguarded
         )
-        with torch._inductor.config.patch(self.options):
+        with torch._inductor.config.patch(self.options), traceable(self.trunk.model):
             try:
                 output = step(*arguments)
             except RuntimeError as error:  # as are all errors of torch's compiler
@@ -146,6 +148,15 @@ class CompiledSteps:
                 ) from error
         self.compiled[size] = step
         return output
+
+
+def settings(trunk: Trunk) -> dict[str, Any]:
+    """Of inductor, for this trunk: a small one's products are called from C++, a tenth to a quarter less time.
+
+    A large one's calls are little beside its products, and the C++ compiler would take minutes over them.
+    """
+    weights = sum(weight.nbytes for weight in trunk.model.parameters())
+    return {"cpp_wrapper": trunk.device.type == "cpu" and weights <= SMALL}
 
 
 def _traced(trunk: Trunk, layers: tuple[int, ...]) -> Step:

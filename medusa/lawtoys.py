@@ -84,11 +84,11 @@ class ToyCache:
         self.last_B = torch.zeros(rows, dtype=torch.long)
         self.tokens_BN = self.last_B[:, None]
 
-    def commit(self, path_BA: Tensor, counts: Sequence[int]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Take in the accepted path of the last tree."""
-        end_B1 = path_BA.gather(1, (torch.tensor(counts)[:, None] - 1).clamp(min=0))
+        end_B1 = torch.tensor([[path[-1] if path else 0] for path in paths])
         self.last_B = self.tokens_BN.gather(1, end_B1)[:, 0]
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``."""

@@ -66,7 +66,7 @@ def memorising_heads(
     heads = random_heads(trunk, config, seed=seed)
     assert config.projection == "own", "a shared projection can't be fitted"
     # Tokens that never follow would tie but for rounding, which goes by how many rows there are: filters would differ.
-    apart = torch.linspace(0.4, 0.5, trunk.vocab_size, dtype=trunk.dtype, device=trunk.device)
+    apart = torch.linspace(0.499, 0.5, trunk.vocab_size, dtype=trunk.dtype, device=trunk.device)
     for head in range(config.num):
         features, answers, before = [], [], []
         reads = config.reads(head)

@@ -18,7 +18,7 @@ def read_words(folder: Path) -> tuple[list[Table], list[str]] | None:
 
 
 def read_markdown(text: str) -> tuple[list[Table], list[str]]:
-    """Take apart what ``medusa.infer.report.markdown`` writes: titles, the tables under them, and a list."""
+    """Take apart what ``medusa.infer.bench.report.markdown`` writes: titles, the tables under them, and a list."""
     tables: list[Table] = []
     notes = []
     for line in text.splitlines():

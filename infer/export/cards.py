@@ -15,7 +15,7 @@ from medusa.files import read_json
 from medusa.tables import Table, machine_line, tables, verdict
 from medusa.trunk import Trunk
 
-from .. import bench_tables
+from ..bench import grid_tables
 
 REPORT = Path("report") / "report.json"  # where the benchmark leaves its own in a run
 
@@ -125,8 +125,8 @@ def _measured(source: Path, place: Path, stage: str) -> str | None:
     if (source / REPORT).is_file():
         report = read_json(source / REPORT)
         many = "cells" in report
-        shown = bench_tables.tables(report) if many else tables(report)
-        said = bench_tables.notes(report)[:1] if many else [verdict(report["identical"])]
+        shown = grid_tables.tables(report) if many else tables(report)
+        said = grid_tables.notes(report)[:1] if many else [verdict(report["identical"])]
         words = [*said, machine_line(report["machine"])]
         if stage == "heads" or any(name.startswith("eagle") for name in report["contenders"]):
             return _section("Measured", "by `medusa bench`, with this toolkit's own decoding", shown[:1], words)

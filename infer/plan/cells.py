@@ -14,9 +14,9 @@ from medusa.expected import Milestone, chain_shares, equal_chain, interpolate, t
 from medusa.files import read_json
 from medusa.plots import depth_shares
 
-from ..bench import NULL
-from ..contenders import REFERENCE
-from ..prompt_sets import HELDOUT
+from ..bench.contenders import REFERENCE
+from ..bench.prompt_sets import HELDOUT
+from ..bench.run import NULL
 
 T = TypeVar("T")
 HEADS = "auto"  # what --drafter calls the run's own heads and tree

@@ -101,7 +101,7 @@ def _measured(args: Any, load: Any) -> int:
 
 
 def _say(tables: list[Table], lines: list[str], out: str | None) -> None:
-    from ..report import print_tables
+    from ..bench.report import print_tables
 
     print_tables(tables, lines)
     if out:

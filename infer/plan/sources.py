@@ -10,8 +10,8 @@ from medusa.checkpoint import CALIBRATION, MANIFEST, WEIGHTS, read_manifest
 from medusa.errors import UserError, nearest
 from medusa.expected import Milestone, at, expected_steps, interpolate, tree_tokens
 
-from ..bench import NULL
-from ..contenders import REFERENCE
+from ..bench.contenders import REFERENCE
+from ..bench.run import NULL
 from .cells import HEADS, Cell, Curve, Way, read_cells, read_curve
 from .load import Load
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from medusa.drafters.shapes import shape_along, whole_numbers
 from medusa.tree import DraftTree, Shape, Topology
 
 
@@ -71,18 +72,29 @@ def as_tree(rows: Sequence[Branches], device: torch.device, least: int = 1) -> D
     parents = [row.parents + [0] * (size - len(row.parents)) for row in rows]
     tokens = [row.tokens + [0] * (size - len(row.tokens)) for row in rows]
     valid = [row.valid + [False] * (size - len(row.valid)) for row in rows]
-    return DraftTree(_shape(parents, device), torch.tensor(tokens, device=device), torch.tensor(valid, device=device))
+    tokens_BN = whole_numbers(tokens, len(rows), size).to(device)
+    return DraftTree(_shape(parents, device), tokens_BN, torch.tensor(valid, device=device))
 
 
 def _shape(parents: Sequence[Sequence[int]], device: torch.device) -> Shape:
     if len(parents[0]) == 1:
         return Shape.static(Topology.root(), device)
     shared = parents[:1] if all(row == parents[0] for row in parents) else parents
-    depths = [[0] * len(parents[0]) for _ in shared]
-    for row, depth in zip(shared, depths, strict=True):
-        for node in range(1, len(row)):
-            depth[node] = depth[row[node]] + 1
-    return Shape.of(torch.tensor(shared, device=device), max(map(max, depths)) + 1)
+    ways = [_ways(row) for row in shared]
+    deepest = max(len(way) for row in ways for way in row)
+    rows, size = len(shared), len(parents[0])
+    paths = whole_numbers((way + [-1] * (deepest - len(way)) for row in ways for way in row), rows, size, deepest)
+    depths = whole_numbers(((len(way) - 1 for way in row) for row in ways), rows, size)
+    above = whole_numbers(((0, *row[1:]) for row in shared), rows, size)  # the root is its own parent
+    return shape_along(paths.to(device), above.to(device), depths.to(device))
+
+
+def _ways(parents: Sequence[int]) -> list[list[int]]:
+    """The nodes from the root to each node."""
+    ways = [[0]]
+    for node in range(1, len(parents)):
+        ways.append([*ways[parents[node]], node])
+    return ways
 
 
 def accepted(tree: DraftTree, path_BA: Tensor) -> list[list[int]]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from medusa.drafters.best_first import Best, Expand, best_first
+from medusa.drafters.best_first import Best, Candidates, Expand, best_first
 from medusa.drafters.children import Brood, Drafting, Picked, pick
 from medusa.drafters.heads import HeadsDrafter, HeadsSession
 from medusa.drafters.medusa import MedusaDrafter
@@ -68,7 +69,17 @@ class DynamicDrafter(HeadsDrafter):
         super().__init__(heads, drafting)
         self.sampling = None if sampling is None else MedusaDrafter(heads, sampling)
         self.nodes = nodes
+        self.ranks = min(nodes - 1, heads.choices, RANKS)
         self.temperatures = tuple(temperatures or [1.0] * heads.config.num)
+        self.warm_K1 = torch.tensor(self.temperatures, dtype=_wide(heads.trunk.dtype), device=heads.trunk.device)[
+            :, None
+        ]
+
+    @cached_property
+    def candidates(self) -> Candidates:
+        """What trees are chosen from where no law depends on drafted tokens: made once for all sessions."""
+        with torch.inference_mode(False):  # sessions use them in any mode
+            return Candidates(self.heads.config.num, self.ranks, self.nodes - 1, self.heads.trunk.device)
 
     def open(self, trunk: Trunk) -> DynamicSession:
         """A session of one batch. UserError for another trunk than the heads are bound to."""
@@ -83,12 +94,12 @@ class DynamicSession(HeadsSession):
         super().__init__(drafter)
         self.most = drafter.nodes - 1
         self.depth = self.heads.config.num
-        self.ranks = min(self.most, self.heads.choices, RANKS)
-        self.temperatures = drafter.temperatures
+        self.ranks = drafter.ranks
+        self.candidates = drafter.candidates if self.at_once else None
         self._sampling = None if drafter.sampling is None else drafter.sampling.open(self.heads.trunk)
         self._root = Shape.static(Topology.root(), self.heads.trunk.device)
-        spine = [(0,) * head + (rank,) for head in range(self.depth) for rank in range(self.ranks)]
-        self._spine = Topology.from_paths(spine)  # as many children of each head as there are ranks, in order
+        self.temperatures, self.warm_K1 = drafter.temperatures, drafter.warm_K1
+        self._broods: dict[int, Brood] = {}
 
     def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
         """The likeliest tree; nodes deeper than ``room`` become fillers, or other rows' room would change the rest."""
@@ -109,49 +120,47 @@ class DynamicSession(HeadsSession):
         root_B1, yes_B1 = root_B[:, None], torch.ones_like(root_B[:, None], dtype=torch.bool)
         if not room:
             return DraftTree(self._root, root_B1, yes_B1)
-        drawn = None
-        if self.at_once:
+        if self.candidates is not None:
             logits_BKV = self.logits_at_once(root_B1, self.depth)
-            expand = self._known(logits_BKV)
-            if chance is not None and self.drafting.draws(chance):
-                brood = Brood(self._spine, sorted(set(self._spine.parents[1:])), root_B.device)
-                drawn = _Drawn(pick(logits_BKV, brood, chance, self.drafting), self.heads)
+            best = self.candidates.best(*self._likeliest(logits_BKV, self.warm_K1))
         else:
-            expand = self._behind(root_B1)
-        best = best_first(expand, len(root_B), self.depth, self.most, root_B.device)
+            best = best_first(self._behind(root_B1), root_B1, self.depth, self.most)
         if room < self.depth or most_B1 is not None:
             best, valid_Bn = best.keep(most_B1, room)
         else:
             valid_Bn = torch.ones_like(best.tokens, dtype=torch.bool)
-        shape = Shape.of(torch.cat([root_B1.new_full(root_B1.shape, -1), best.parents], 1), min(room, self.depth) + 1)
-        if drawn is not None:
-            return drawn.tree(shape, root_B1, best, valid_Bn)
-        return DraftTree(shape, torch.cat([root_B1, best.tokens], 1), torch.cat([yes_B1, valid_Bn], 1))
+        if self.candidates is not None and chance is not None and self.drafting.draws(chance):
+            picked = pick(logits_BKV, self._brood(best.ranks), chance, self.drafting)
+            return _Drawn(picked, self.heads).tree(best.shape(), root_B1, best, valid_Bn)
+        return DraftTree(best.shape(), torch.cat([root_B1, best.tokens], 1), torch.cat([yes_B1, valid_Bn], 1))
 
-    def _known(self, logits_BKV: Tensor) -> Expand:
-        """The candidates of heads that read no drafted token: the same behind every way."""
-
-        def expand(head: int, way_BWC: Tensor, from_BW: Tensor) -> tuple[Tensor, Tensor]:
-            log_BR, tokens_BR = self._likeliest(head, logits_BKV[:, head])
-            return tuple(each[:, None].expand(-1, way_BWC.shape[1], -1) for each in (log_BR, tokens_BR))  # type: ignore[return-value]
-
-        return expand
+    def _brood(self, rank_Bn: Tensor) -> Brood:
+        """As many children of each head, in order, as the trees take; all there may be where the host must not look."""
+        ranks = self.ranks if rank_Bn.device.type != "cpu" else 1 + int(rank_Bn.max())
+        if ranks not in self._broods:
+            paths = [(0,) * head + (rank,) for head in range(self.depth) for rank in range(ranks)]
+            spine = Topology.from_paths(paths)
+            self._broods[ranks] = Brood(spine, sorted(set(spine.parents[1:])), rank_Bn.device)
+        return self._broods[ranks]
 
     def _behind(self, root_B1: Tensor) -> Expand:
         """The candidates of heads whose laws depend on the tokens on the way."""
         behind = self.laws_behind(root_B1, self.depth)
 
         def expand(head: int, way_BWC: Tensor, from_BW: Tensor) -> tuple[Tensor, Tensor]:
-            ids_BWC = torch.cat([root_B1[:, None].expand(-1, way_BWC.shape[1], -1), way_BWC], -1)
-            return self._likeliest(head, behind(head, ids_BWC))
+            return self._likeliest(behind(head, way_BWC), self.temperatures[head])
 
         return expand
 
-    def _likeliest(self, head: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and ids [.., R] of one head's likeliest tokens."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperatures[head]
-        log, columns = wide.log_softmax(-1).topk(self.ranks)
+    def _likeliest(self, logits: Tensor, warm: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids [.., R] of the likeliest tokens by logits [.., V'] at temperatures ``warm``."""
+        log, columns = (logits.to(_wide(logits.dtype)) / warm).log_softmax(-1).topk(self.ranks)
         return log, self.heads.tokens(columns)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What laws are computed in: half precision would blur them."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)

@@ -208,12 +208,11 @@ class EagleSession:
         """The likeliest tree of so many nodes."""
         depth, nodes = min(room, self.drafter.depth), self.drafter.nodes
         assert nodes is not None
-        parents_BN, tokens_BN = root_B1.new_full(root_B1.shape, -1), root_B1
-        if depth:
-            expand = _Expand(self, state_B1D)
-            best = best_first(expand, len(root_B1), depth, nodes - 1, root_B1.device, self.drafter.width)
-            parents_BN, tokens_BN = torch.cat([parents_BN, best.parents], 1), torch.cat([tokens_BN, best.tokens], 1)
-        return DraftTree(Shape.of(parents_BN, depth + 1), tokens_BN, torch.ones_like(tokens_BN, dtype=torch.bool))
+        if not depth:
+            return DraftTree(self._chain(1, root_B1.device), root_B1, torch.ones_like(root_B1, dtype=torch.bool))
+        best = best_first(_Expand(self, state_B1D), root_B1, depth, nodes - 1, self.drafter.width)
+        tokens_BN = torch.cat([root_B1, best.tokens], 1)
+        return DraftTree(best.shape(), tokens_BN, torch.ones_like(tokens_BN, dtype=torch.bool))
 
     def read_level(self, ids_Bn: Tensor, hidden_BnD: Tensor, depth: int, known: int, bias: Tensor | None) -> Tensor:
         """States of a level's pairs, ``depth`` below the root, read behind the first ``known`` nodes; no row grows."""

@@ -294,7 +294,7 @@ def test_calibrate_and_bench_end_in_one_line_where_nothing_can_be_written(
     monkeypatch.setattr("medusa.calibrate.recalibrate", refuse)
     code, _, err = medusa("calibrate", run)
     assert (code, err.count("\n")) == (2, 1) and "can't be written" in err and "Permission denied" in err
-    monkeypatch.setattr("medusa.infer.report.TemporaryFile", refuse)
+    monkeypatch.setattr("medusa.infer.bench.report.TemporaryFile", refuse)
     monkeypatch.setattr("medusa.infer.source.load_trunk", lambda *args, **options: pytest.fail("loaded"))
     for command in ("calibrate", "bench"):
         code, _, err = medusa(command, run)
@@ -303,12 +303,12 @@ def test_calibrate_and_bench_end_in_one_line_where_nothing_can_be_written(
 
 def test_bench_takes_dtype_and_device(checkpoint: Path, medusa: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict] = []
-    monkeypatch.setattr("medusa.infer.bench.run_bench", lambda *args, **options: asked.append(options) or 0)
+    monkeypatch.setattr("medusa.infer.bench.run.run_bench", lambda *args, **options: asked.append(options) or 0)
     assert medusa("bench", checkpoint, "--dtype", "float64", "--device", "cpu")[0] == 0
-    assert medusa("bench", checkpoint)[0] == 0
+    assert medusa("bench", checkpoint, "--packed", "false")[0] == 0
     assert asked == [
-        {"dtype": "float64", "device": "cpu", "compile": False},
-        {"dtype": "auto", "device": "auto", "compile": False},
+        {"dtype": "float64", "device": "cpu", "packed": None, "compile": False},
+        {"dtype": "auto", "device": "auto", "packed": False, "compile": False},
     ]
 
 

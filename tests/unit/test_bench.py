@@ -20,11 +20,11 @@ from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig, MedusaHeads
-from medusa.infer import bench as benchmark
-from medusa.infer.bench import BenchOptions, bench, heldout_loss, identical, run_bench
-from medusa.infer.measure import Run, compare, dissect, our_loop, plain_generate
-from medusa.infer.report import check_writable, markdown, print_report, write_report
-from medusa.infer.summary import accepted_by_depth, repeated, speedup, summary
+from medusa.infer.bench import run as benchmark
+from medusa.infer.bench.measure import Run, compare, dissect, our_loop, plain_generate
+from medusa.infer.bench.report import check_writable, markdown, print_report, write_report
+from medusa.infer.bench.run import BenchOptions, bench, heldout_loss, identical, run_bench
+from medusa.infer.bench.summary import accepted_by_depth, repeated, speedup, summary
 from medusa.tables import tables
 from medusa.testing import plain_greedy, recompute, tiny_trunk
 from medusa.train.config import EvaluationConfig

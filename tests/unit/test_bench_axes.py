@@ -23,15 +23,15 @@ from medusa.drafters.mixed import MixedDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig, MedusaHeads
-from medusa.infer import bench_plots, bench_tables
-from medusa.infer.bench import BenchOptions
-from medusa.infer.bench_axes import AxisOptions, Cell, batches, contenders, make_cells, measure, warm_up
-from medusa.infer.bench_cells import cell_report, figures
-from medusa.infer.bench_run import bench_axes, run_axes
-from medusa.infer.contenders import LOOKUP, Contender, Task, Trial, assistant, library_way, our_way
+from medusa.infer.bench import grid_plots, grid_tables
+from medusa.infer.bench.axes import AxisOptions, Cell, batches, contenders, make_cells, measure, warm_up
+from medusa.infer.bench.cells import cell_report, figures
+from medusa.infer.bench.contenders import LOOKUP, Contender, Task, Trial, assistant, library_way, our_way
+from medusa.infer.bench.grid import bench_axes, run_axes
+from medusa.infer.bench.prompt_sets import Prompt, PromptSet
+from medusa.infer.bench.report import markdown
+from medusa.infer.bench.run import BenchOptions
 from medusa.infer.drafters import make_drafter
-from medusa.infer.prompt_sets import Prompt, PromptSet
-from medusa.infer.report import markdown
 from medusa.testing import plain_greedy, tiny_trunk
 from medusa.tree import Topology
 from medusa.trunk import Trunk
@@ -255,8 +255,8 @@ def test_draft_temperatures_are_contenders_of_their_own_where_drafts_are_drawn(r
     report = bench_axes(trunk, [SET], cells, QUICK, axes)
     facts = report["contenders"]["auto@2"]
     assert (facts["drafter"], facts["draft_temperature"], facts["tree"]["nodes"]) == ("auto", 2.0, 3)
-    assert bench_tables.label(report, "auto@2") == "medusa, 3 nodes, drafts at 2 T"
-    assert bench_tables.label(report, "auto") == "medusa, 3 nodes"
+    assert grid_tables.label(report, "auto@2") == "medusa, 3 nodes, drafts at 2 T"
+    assert grid_tables.label(report, "auto") == "medusa, 3 nodes"
     found = report["cells"][1]["contenders"]
     steps = [[trial["steps"] for batch in found[name]["trials"] for trial in batch] for name in names[1][2:]]
     assert len({tuple(each) for each in steps}) == 3  # they do draw otherwise
@@ -344,19 +344,19 @@ def test_only_what_is_lossless_and_ours_has_to_be_equal(trunk: Trunk) -> None:
 
 def test_a_lossy_rule_is_marked_wherever_it_shows(report: dict) -> None:
     assert report["contenders"]["auto+typical"]["lossless"] is False
-    assert bench_tables.label(report, "auto+typical") == "medusa, 3 nodes, typical (lossy)"
-    for table in bench_tables.tables(report):
+    assert grid_tables.label(report, "auto+typical") == "medusa, 3 nodes, typical (lossy)"
+    for table in grid_tables.tables(report):
         shown = [*table.heads, *(row[0] for row in table.rows)]
         assert any("lossy" in each for each in shown), table.title
-    assert any(line.startswith("Lossy, so its text is not the trunk's own") for line in bench_tables.notes(report))
-    for name, figure in bench_plots.figures(report).items():
+    assert any(line.startswith("Lossy, so its text is not the trunk's own") for line in grid_tables.notes(report))
+    for name, figure in grid_plots.figures(report).items():
         labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
         labels += [text.get_text() for axes in figure.axes for text in axes.get_yticklabels()]
         assert any("lossy" in each for each in labels), name
 
 
 def test_tables_and_markdown_hold_the_figures(report: dict) -> None:
-    speed, *by_category, depth = bench_tables.tables(report)
+    speed, *by_category, depth = grid_tables.tables(report)
     assert len(by_category) == 4 and [row[0] for row in by_category[0].rows] == ["one", "two"]
     assert all(len(row) == len(table.heads) for table in (speed, *by_category, depth) for row in table.rows)
     assert len(speed.rows) == (1 + 8) + (1 + 6) + (1 + 8) + (1 + 6)
@@ -370,10 +370,10 @@ def test_tables_and_markdown_hold_the_figures(report: dict) -> None:
 
 
 def test_figures_are_drawn_for_the_axes_that_vary(report: dict) -> None:
-    assert set(bench_plots.figures(report)) == {"speedup", "categories", "temperatures", "batch_sizes", "acceptance"}
+    assert set(grid_plots.figures(report)) == {"speedup", "categories", "temperatures", "batch_sizes", "acceptance"}
     cells = [report["cells"][0]]
     one = {"some": report["prompt_sets"]["some"] | {"categories": {"one": 3}}}
-    assert set(bench_plots.figures(report | {"cells": cells, "prompt_sets": one})) == {"speedup", "acceptance"}
+    assert set(grid_plots.figures(report | {"cells": cells, "prompt_sets": one})) == {"speedup", "acceptance"}
 
 
 @pytest.mark.parametrize(
@@ -465,8 +465,8 @@ def test_the_command_ends_in_one_line(
 
 def test_a_run_alone_is_measured_as_ever(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("medusa.infer.bench.run_bench", lambda *args, **options: asked.append("alone") or 0)
-    monkeypatch.setattr("medusa.infer.bench_run.run_axes", lambda *args, **options: asked.append(args[2]) or 0)
+    monkeypatch.setattr("medusa.infer.bench.run.run_bench", lambda *args, **options: asked.append("alone") or 0)
+    monkeypatch.setattr("medusa.infer.bench.grid.run_axes", lambda *args, **options: asked.append(args[2]) or 0)
     assert main(["bench", str(run_folder), "--prompts", "3"]) == 0
     assert main(["bench", str(run_folder / "trunk")]) == 0
     assert main(["bench", str(run_folder), "--temperatures", "0", "0.7", "--ignore-eos"]) == 0

@@ -22,7 +22,7 @@ from medusa.data.tokenizers import char_tokenizer
 from medusa.decoding import Decoder, Request
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
-from medusa.infer.given import GivenDrafter, GivenRule, spread
+from medusa.infer.bench.given import GivenDrafter, GivenRule, spread
 from medusa.testing import tiny_model, tiny_trunk
 from medusa.tree import Topology
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
 from itertools import pairwise, product
 from typing import Any
 
@@ -13,7 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from medusa.confidence import GRID, temperatures
-from medusa.drafters.best_first import Best, best_first
+from medusa.drafters.best_first import (
+    Best,
+    Candidates,
+    Expand,
+    best_first,
+    grown_by_host,
+    grown_on_device,
+    possible_paths,
+)
 from medusa.drafters.children import Drafting
 from medusa.drafters.dynamic import DynamicDrafter, DynamicSession
 from medusa.drafters.medusa import MedusaDrafter
@@ -21,21 +31,40 @@ from medusa.errors import UserError
 from medusa.heads import HeadsConfig
 from medusa.sampling import Chance, HashDraws, SamplingParams
 from medusa.testing import plain_greedy, random_heads, tiny_trunk
-from medusa.tree import Topology
+from medusa.tree import Shape, Topology
 from medusa.trunk import TrunkOutput
 
 ROWS = 3
+Grow = Callable[[Expand, Tensor, int, int, int], Best]
+Laws = Callable[[int, tuple[int, ...]], list[float]]  # of a row, behind a way: falling log-probabilities; ids are ranks
 
 
-def grown(log_BKR: Tensor, most: int) -> Best:
-    """The tree of heads that read no drafted token; a token's id is its rank."""
+def by_level(log_BKR: Tensor, most: int, grow: Grow) -> Best:
+    """The tree of heads that read no drafted token, level by level; a token's id is its rank."""
 
     def expand(level: int, way_BWC: Tensor, from_BW: Tensor) -> tuple[Tensor, Tensor]:
-        assert way_BWC.shape[2] == level
+        assert way_BWC.shape[2] == level + 1
         log_BWR = log_BKR[:, level, None].expand(-1, way_BWC.shape[1], -1)
         return log_BWR, torch.arange(log_BKR.shape[2]).expand_as(log_BWR)
 
-    return best_first(expand, len(log_BKR), log_BKR.shape[1], most, log_BKR.device)
+    return grow(expand, torch.zeros(len(log_BKR), 1, dtype=torch.long), log_BKR.shape[1], most, most)
+
+
+def at_once(log_BKR: Tensor, most: int) -> Best:
+    _, depth, ranks = log_BKR.shape
+    return Candidates(depth, ranks, most, log_BKR.device).best(log_BKR, torch.arange(ranks).expand_as(log_BKR))
+
+
+WAYS: dict[str, Callable[[Tensor, int], Best]] = {
+    "host": lambda log_BKR, most: by_level(log_BKR, most, grown_by_host),
+    "device": lambda log_BKR, most: by_level(log_BKR, most, grown_on_device),
+    "at once": at_once,
+}
+GROWS: dict[str, Grow] = {"host": grown_by_host, "device": grown_on_device}
+
+
+def grown(log_BKR: Tensor, most: int) -> Best:
+    return at_once(log_BKR, most)
 
 
 def paths_of(best: Best, row: int) -> list[tuple[int, ...]]:
@@ -46,20 +75,28 @@ def paths_of(best: Best, row: int) -> list[tuple[int, ...]]:
     return paths[1:]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 14), st.booleans())
-def test_it_is_the_best_closed_subtree(seed: int, depth: int, ranks: int, most: int, ties: bool) -> None:
+def laws_of(seed: int, depth: int, ranks: int, ties: bool) -> Tensor:
     logits = torch.randn(ROWS, depth, ranks + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
     if ties:
         logits = logits.round() / 100 * 100 * (logits > 0)
-    log_BKR = logits.log_softmax(-1).sort(-1, descending=True).values[..., :ranks]
-    best = grown(log_BKR, most)
+    return logits.log_softmax(-1).sort(-1, descending=True).values[..., :ranks]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 4), st.integers(1, 14), st.booleans())
+def test_it_is_the_best_closed_subtree(way: str, seed: int, depth: int, ranks: int, most: int, ties: bool) -> None:
+    log_BKR = laws_of(seed, depth, ranks, ties)
+    best = WAYS[way](log_BKR, most)
     every = [path for length in range(1, depth + 1) for path in product(range(ranks), repeat=length)]
     for row in range(ROWS):
         score = {path: sum(float(log_BKR[row, d, rank]) for d, rank in enumerate(path)) for path in every}
         found = paths_of(best, row)
         assert len(set(found)) == len(found) == min(most, len(every))
-        assert all(path[:-1] in {(), *found} for path in found)  # closed
+        place = {path: number for number, path in enumerate([(), *found])}
+        for path in found:  # closed, and in an order in which a tree can be numbered and its children tried
+            assert place[path[:-1]] < place[path]
+            assert path[-1] == 0 or place[(*path[:-1], path[-1] - 1)] < place[path]
         # no closed set has a larger sum than the largest scores at all
         largest = sorted((math.exp(each) for each in score.values()), reverse=True)[:most]
         assert sum(math.exp(score[path]) for path in found) == pytest.approx(sum(largest), rel=1e-9)
@@ -67,6 +104,119 @@ def test_it_is_the_best_closed_subtree(seed: int, depth: int, ranks: int, most: 
         assert best.ranks[row].tolist() == [path[-1] for path in found]
         falling = [score[path] for path in found]
         assert all(a >= b - 1e-6 for a, b in pairwise(falling))
+        if not ties:
+            assert found == sorted(every, key=lambda path: -score[path])[:most]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("most", [1, 2, 7, 15])
+def test_its_shape_is_that_of_its_parents(way: str, most: int) -> None:
+    best = WAYS[way](laws_of(most, 3, 4, ties=False), most)
+    for each in (best, best.keep(torch.tensor([[most], [most // 2], [0]]), 2)[0]):
+        shape, parents_BN = each.shape(), torch.nn.functional.pad(each.parents, (1, 0), value=-1)
+        expected = Shape.of(parents_BN, each.deepest + 1)
+        for part in ("ancestors", "depths", "parents", "paths"):
+            assert torch.equal(getattr(shape, part), getattr(expected, part)), part
+
+
+def random_law(seed: int, ranks: int, peak: float) -> Laws:
+    """Another law behind every way of every row."""
+
+    def law(row: int, way: tuple[int, ...]) -> list[float]:
+        rng = random.Random(f"{seed} {row} {way}")
+        weights = sorted((math.exp(peak * rng.gauss(0, 1)) for _ in range(ranks + 1)), reverse=True)
+        return [math.log(each / sum(weights)) for each in weights[:ranks]]
+
+    return law
+
+
+def expanding(law: Laws, seen: list[list[set[tuple[int, ...]]]]) -> Expand:
+    """What the law says, behind ways that begin with the row's root, its number; ``seen``: of each level and row."""
+
+    def expand(level: int, way_BWC: Tensor, from_BW: Tensor) -> tuple[Tensor, Tensor]:
+        ways = [[tuple(way[1:]) for way in row] for row in way_BWC.tolist()]
+        seen.append([set(row) for row in ways])
+        log_BWR = torch.tensor([[law(row, way) for way in each] for row, each in enumerate(ways)], dtype=torch.float64)
+        return log_BWR, torch.arange(log_BWR.shape[2]).expand_as(log_BWR)
+
+    return expand
+
+
+@pytest.mark.parametrize("grow", GROWS)
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 12),
+    st.integers(1, 9),
+    st.floats(0.5, 4),
+)
+def test_laws_that_depend_on_the_way(
+    grow: str, seed: int, depth: int, ranks: int, most: int, width: int, peak: float
+) -> None:
+    """The slow way: all of a level's likeliest ``width`` nodes are expanded, and the likeliest of all are taken."""
+    law, seen = random_law(seed, ranks, peak), list[list[set[tuple[int, ...]]]]()
+    root_B1 = torch.arange(ROWS)[:, None]
+    best = GROWS[grow](expanding(law, seen), root_B1, depth, most, width)
+    for row in range(ROWS):
+        score: dict[tuple[int, ...], float] = {(): 0.0}
+        level: list[tuple[int, ...]] = [()]
+        for _ in range(depth):
+            found = {(*way, rank): score[way] + log for way in level for rank, log in enumerate(law(row, way))}
+            score |= found
+            level = sorted(found, key=lambda way: -found[way])[:width]
+        del score[()]
+        assert paths_of(best, row) == sorted(score, key=lambda way: -score[way])[:most]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(2, 12), st.integers(1, 12), st.floats(0.5, 4))
+def test_no_node_is_expanded_on_a_cpu_that_can_have_no_child_in_the_tree(
+    seed: int, most: int, width: int, peak: float
+) -> None:
+    law, seen = random_law(seed, 4, peak), list[list[set[tuple[int, ...]]]]()
+    best_first(expanding(law, seen), torch.zeros(1, 1, dtype=torch.long), 4, most, width)
+    score: dict[tuple[int, ...], float] = {(): 0.0}
+    level: list[tuple[int, ...]] = [()]
+    for at in range(4):
+        assert at >= len(seen) or seen[at][0] == set(level)
+        found = {(*way, rank): score[way] + log for way in level for rank, log in enumerate(law(0, way))}
+        score |= found
+        likelier = set(sorted(score, key=lambda way: -score[way])[1:most])  # these, and a child behind them
+        level = [way for way in sorted(found, key=lambda way: -found[way])[:width] if way in likelier]
+        assert level or len(seen) == at + 1
+        if not level:
+            break
+
+
+@pytest.mark.parametrize(("depth", "ranks", "most"), [(3, 4, 9), (2, 8, 12), (4, 2, 15), (2, 16, 5)])
+def test_every_candidate_can_be_in_a_tree_and_no_other(depth: int, ranks: int, most: int) -> None:
+    listed = set(possible_paths(depth, ranks, most))
+    assert all(max(map(len, listed)) <= depth and max(path) < ranks for path in listed)
+    for path in product(range(ranks), repeat=depth):
+        for length in range(1, depth + 1):
+            log_1KR = torch.full((1, depth, ranks), -90.0)  # but where the path goes, and what comes before it
+            for head, rank in enumerate(path[:length]):
+                log_1KR[0, head, : rank + 1] = -1e-3
+            best = by_level(log_1KR, most, grown_on_device)
+            assert (path[:length] in paths_of(best, 0)) == (path[:length] in listed)
+
+
+@pytest.mark.parametrize("grow", ["by level", "at once"])
+def test_nothing_asks_the_host_where_it_must_not(grow: str) -> None:
+    """The meta device has no numbers to give."""
+    if grow == "at once":
+        log_BKR = torch.empty(ROWS, 3, 4, device="meta")
+        best = Candidates(3, 4, 7, log_BKR.device).best(log_BKR, torch.empty(ROWS, 3, 4, device="meta").long())
+    else:
+
+        def expand(level: int, way_BWC: Tensor, from_BW: Tensor) -> tuple[Tensor, Tensor]:
+            log_BWR = torch.empty(*way_BWC.shape[:2], 4, device="meta")
+            return log_BWR, log_BWR.long()
+
+        best = best_first(expand, torch.empty(ROWS, 1, dtype=torch.long, device="meta"), 3, 7)
+    assert best.tokens.shape == (ROWS, 7) and best.shape().paths.shape == (ROWS, 8, 4)
 
 
 @pytest.mark.parametrize(("most", "room"), [(None, 1), (None, 2), ([0, 3, 9], 3), ([5, 1, 2], 1)])
@@ -136,6 +286,19 @@ def test_a_node_is_scored_by_the_laws_on_its_way(kind: str) -> None:
             log_V = (logits_V / (0.5, 1.0, 2.0)[head]).log_softmax(-1)
             score.append(score[int(shape.parents[row, node])] + log_V[way[-1]].item())
         assert score == pytest.approx(sorted(score, reverse=True))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "root"])
+def test_children_that_no_tree_takes_need_not_be_drawn(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, root_B = session_of(kind, 12), torch.tensor([3, 4])
+    tree = session.propose(root_B, 9, chance_of(2))
+    ranks = int(tree.shape.children.shape[-1])
+    assert list(session._broods) == [ranks] and ranks < session.ranks
+    every = session._brood(torch.tensor([session.ranks - 1]))
+    monkeypatch.setattr(session, "_brood", lambda rank_Bn: every)
+    whole = session.propose(root_B, 9, chance_of(2))
+    for part in ("tokens_BN", "valid_BN", "sampled_BN", "q_BNV"):
+        assert torch.equal(getattr(tree, part), getattr(whole, part))
 
 
 def test_shapes_do_not_depend_on_what_is_drawn() -> None:

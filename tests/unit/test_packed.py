@@ -301,7 +301,7 @@ def test_loading_packs_and_training_does_not(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_library_is_timed_as_it_is() -> None:
-    from medusa.infer.contenders import Task, library_way
+    from medusa.infer.bench.contenders import Task, library_way
 
     trunk = float_trunk()
     pack(trunk.model, always=True)

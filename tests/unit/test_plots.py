@@ -12,7 +12,7 @@ import pytest
 from medusa.checkpoint import CALIBRATION, LOG
 from medusa.curveplots import curve, training
 from medusa.curves import Panel, panels
-from medusa.infer.plots import figures, speed
+from medusa.infer.bench.plots import figures, speed
 from medusa.plots import (
     COLUMN,
     NODE,

@@ -25,8 +25,7 @@ from medusa.drafters.prompt_lookup import PromptLookupDrafter
 from medusa.eagle import EagleConfig
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig
-from medusa.infer.bench import BenchOptions
-from medusa.infer.profile import (
+from medusa.infer.bench.profile import (
     ACCEPTANCE,
     COMMIT,
     CPU,
@@ -46,8 +45,9 @@ from medusa.infer.profile import (
     clock_for,
     profile,
 )
-from medusa.infer.profile_report import account, notes, tables, trunk_bytes, trunk_operations
-from medusa.infer.profile_run import profile_report, write_profile
+from medusa.infer.bench.profile_report import account, notes, tables, trunk_bytes, trunk_operations
+from medusa.infer.bench.profile_run import profile_report, write_profile
+from medusa.infer.bench.run import BenchOptions
 from medusa.machine import Rates
 from medusa.testing import plain_greedy, random_eagle, random_heads, tiny_model, tiny_trunk
 from medusa.tree import Topology

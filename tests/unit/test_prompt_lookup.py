@@ -15,6 +15,7 @@ from medusa.drafters.prompt_lookup import Lookup, PromptLookupDrafter, PromptLoo
 from medusa.errors import UserError
 from medusa.lawtoys import ToyTrunk
 from medusa.testing import tiny_trunk
+from medusa.tree import Shape
 
 NOTHING: Any = None  # hidden states, outputs and trunks, which prompt lookup does not look at
 
@@ -93,6 +94,22 @@ def test_a_free_slot_is_not_looked_up() -> None:
     decoder.step()
     assert len(decoder.session.rows[2].text) == size  # type: ignore[attr-defined]
     assert len(decoder.session.rows[0].text) > size  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_shape_of_runs_is_that_of_their_parents(seed: int, same: bool) -> None:
+    rng, rows = random.Random(seed), [Branches(0, 9) for _ in range(3)]
+    for row in rows:
+        rng = random.Random(seed) if same else rng
+        for _ in range(4):
+            row.add([rng.randrange(2) for _ in range(rng.randint(1, 4))])
+    shape = as_tree(rows, torch.device("cpu")).shape
+    size = max(len(row.parents) for row in rows)
+    parents = torch.tensor([row.parents + [0] * (size - len(row.parents)) for row in rows[: 1 if same else 3]])
+    expected = Shape.of(parents, int(shape.depths.max()) + 1)
+    for part in ("ancestors", "depths", "parents", "paths"):
+        assert torch.equal(getattr(shape, part), getattr(expected, part)), part
 
 
 def test_rows_of_different_sizes_are_one_tree() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from medusa.data.promptsets import CATEGORIES, Question, choose, read_questions, spec_questions
 from medusa.errors import UserError
+from medusa.infer.bench.prompt_sets import check_set, prompt_set
 from medusa.infer.engine import Engine
-from medusa.infer.prompt_sets import check_set, prompt_set
 from medusa.testing import tiny_trunk
 from medusa.trunk import Trunk
 

@@ -28,13 +28,13 @@ def bench(argv: list[str]) -> int:
     """Compare plain and speculative decoding."""
     from medusa.checkpoint import CONFIG
 
-    from .bench import BenchOptions, run_bench
-    from .bench_axes import BASELINES, AxisOptions
-    from .bench_run import run_axes
-    from .cli import add_machine, add_packed, quiet_unless_terminal
-    from .drafters import listed
+    from ..cli import add_machine, add_packed, quiet_unless_terminal
+    from ..drafters import listed
+    from .axes import BASELINES, AxisOptions
+    from .grid import run_axes
     from .profile import CLOCKS, WALL
     from .profile_run import run_profile
+    from .run import BenchOptions, run_bench
 
     parser = new_parser(
         "bench",

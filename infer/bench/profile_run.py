@@ -15,12 +15,12 @@ from medusa.files import write_atomically, write_json, write_text
 from medusa.machine import Rates, describe, pick_device, rates
 from medusa.trunk import Trunk
 
-from .bench import BenchOptions, check_task, describe_trunk, set_threads
-from .drafters import has_drafts, make_drafter
+from ..drafters import has_drafts, make_drafter
+from ..source import find, is_ours, load_trunk
 from .profile import WALL, clock_for, profile
 from .profile_report import account, notes, tables, trunk_bytes
 from .prompt_sets import HELDOUT, SPEC, prompt_set
-from .source import find, is_ours, load_trunk
+from .run import BenchOptions, check_task, describe_trunk, set_threads
 
 FORMAT = 1
 PROMPTS = 4  # at most: some hundred steps, enough for medians
@@ -47,8 +47,8 @@ def run_profile(
     """
     from medusa.progress import progress
 
+    from ..warmup import warm_up
     from .report import check_writable, print_tables
-    from .warmup import warm_up
 
     folder = find(source, None)
     target = Path(out).expanduser() if out else _target(source, folder)

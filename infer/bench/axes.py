@@ -18,13 +18,13 @@ from medusa.errors import UserError, reason
 from medusa.rules import TypicalRule
 from medusa.trunk import Trunk
 
-from .bench import describe_drafter
-from .bench_tables import TYPICAL, WARMTH
+from ..drafters import draft_model, has_drafts, make_drafter, split_name
+from ..redraft import draws, redraft
+from ..warmup import warm_up as compile_steps
 from .contenders import LOOKUP, REFERENCE, Contender, Task, Trial, assistant, library_way, our_way
-from .drafters import draft_model, has_drafts, make_drafter, split_name
+from .grid_tables import TYPICAL, WARMTH
 from .prompt_sets import Prompt, PromptSet, check_set
-from .redraft import draws, redraft
-from .warmup import warm_up as compile_steps
+from .run import describe_drafter
 
 # What the library's own generate is asked for, by the name of the baseline; the others draft, with a model.
 BASELINES = {"static": "", "prompt-lookup": "", "draft": "FOLDER", "cut": "LAYERS"}

@@ -12,7 +12,7 @@ from medusa.errors import UserError, reason
 from medusa.files import write_atomically, write_json, write_text
 from medusa.tables import Table, notes, tables
 
-from . import bench_tables
+from . import grid_tables
 
 WIDTH = 110  # columns of the tables where no terminal says how many there are
 
@@ -60,7 +60,7 @@ def markdown_of(title: str, shown: Sequence[Table], sentences: Sequence[str]) ->
 def _in_words(report: dict[str, Any]) -> tuple[list[Table], list[str]]:
     """Tables and sentences of either kind of report: that of one cell with its steps taken apart, or of many cells."""
     if "cells" in report:
-        return bench_tables.tables(report), bench_tables.notes(report)
+        return grid_tables.tables(report), grid_tables.notes(report)
     return tables(report), notes(report)
 
 
@@ -70,9 +70,9 @@ def write_report(report: dict[str, Any], run: Path, folder: Path) -> None:
     Raises:
         UserError: a file can't be written.
     """
-    from . import bench_plots, plots
+    from . import grid_plots, plots
 
-    made = bench_plots.figures(report) if "cells" in report else plots.figures(report, run)
+    made = grid_plots.figures(report) if "cells" in report else plots.figures(report, run)
     try:
         write_json(folder / "report.json", report)
         write_text(folder / "report.md", markdown(report))

@@ -25,7 +25,7 @@ from medusa.packed import as_loaded
 from medusa.sampling import SamplingParams
 from medusa.trunk import Trunk
 
-from .contradictions import NEUTRAL
+from ..contradictions import NEUTRAL
 
 REFERENCE = "generate"  # the library's own, with its default cache, as users call it: what others are compared with
 # Greedy, and nothing that a model's own generation config could add: our loop is given the same task.

@@ -28,7 +28,7 @@ from medusa.rules import RecursiveRule
 from medusa.tree import DraftTree
 from medusa.trunk import Trunk, TrunkOutput
 
-from .calls import prepare
+from ..calls import prepare
 
 # The parts of a step, in the order in which tables and plots show them.
 TRUNK, HEADS, TREE, MASK = "trunk", "heads", "tree", "mask"

@@ -14,7 +14,7 @@ from medusa.encoding import encode
 from medusa.errors import UserError, nearest
 from medusa.trunk import Trunk
 
-from .messages import Message, Template
+from ..messages import Message, Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ def check_set(name: str) -> None:
 
 
 def _from_heldout(folder: Path | None, count: int, length: int) -> PromptSet:
-    from .prompts import heldout_prompts
+    from ..prompts import heldout_prompts
 
     if folder is None or not (folder / CONFIG).is_file():
         raise UserError(f"it is cut from the text that a run's {CONFIG} names, and there is none: choose another set")
@@ -154,7 +154,7 @@ def _read(question: Question, trunk: Trunk, tokens: int) -> list[Prompt]:
 
 def _answer(trunk: Trunk, prompt: Prompt, tokens: int) -> str:
     """The trunk's own greedy answer, at most ``tokens`` tokens."""
-    from .engine import Engine
+    from ..engine import Engine
 
     _check_room([prompt.ids], trunk, tokens)
     return Engine(trunk).generate(prompt.ids, max_new_tokens=tokens, do_sample=False, repetition_penalty=1.0).text

@@ -12,10 +12,10 @@ from typing import Any
 
 from medusa.trunk import Trunk
 
-from .bench import identical
-from .bench_axes import Cell
+from .axes import Cell
 from .contenders import REFERENCE, Contender, Trial
 from .measure import Run
+from .run import identical
 from .summary import by_depth, interval, paced, repeated
 
 Trials = Sequence[Sequence[Trial]]  # [batch][repeat]

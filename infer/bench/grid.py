@@ -12,13 +12,13 @@ from medusa.checkpoint import CONFIG
 from medusa.machine import describe
 from medusa.trunk import Trunk
 
-from .bench import BenchOptions, check_config, compiled_sizes, describe_trunk, set_threads
-from .bench_axes import SEEDS, AxisOptions, Cell, contenders, make_cells, measure, warm_up
-from .bench_cells import cell_report
+from ..drafters import has_drafts
+from ..source import find, is_ours, load_trunk
+from .axes import SEEDS, AxisOptions, Cell, contenders, make_cells, measure, warm_up
+from .cells import cell_report
 from .contenders import Task
-from .drafters import has_drafts
 from .prompt_sets import HELDOUT, SPEC, PromptSet, prompt_set
-from .source import find, is_ours, load_trunk
+from .run import BenchOptions, check_config, compiled_sizes, describe_trunk, set_threads
 
 FORMAT = 2  # of the report; that of a run without axes has format 1
 TRIAL = [0] * 16  # ids on which the number of threads is tried

@@ -28,9 +28,9 @@ from medusa.processors import Processing
 from medusa.tree import Topology
 from medusa.trunk import Trunk
 
+from ..options import UNSUPPORTED, Options
 from .contenders import GREEDY, REFERENCE
 from .measure import Run, compare, dissect, our_loop, plain_generate
-from .options import UNSUPPORTED, Options
 from .summary import accepted_by_depth, paced, repeated, speedup, summary
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def run_bench(
     from medusa.data.prompts import heldout_prompts
     from medusa.progress import progress
 
-    from .engine import Engine
-    from .prompts import heldout_documents
+    from ..engine import Engine
+    from ..prompts import heldout_documents
     from .report import check_writable, print_report, write_report
 
     run = Path(folder).expanduser()

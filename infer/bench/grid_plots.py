@@ -9,8 +9,8 @@ from medusa.curveplots import MARKERS
 from medusa.data.promptsets import CATEGORIES
 from medusa.plots import GREY, LINES, PALE, new_figure, say
 
-from .bench_tables import label, where
 from .contenders import REFERENCE
+from .grid_tables import label, where
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,90 @@
+"""Packed products inside a trace.
+
+torch's tracer knows no tensor of oneDNN's layout, so a trace can't hold a packed weight, and :mod:`medusa.packed` steps
+aside while one is made. What a trace can hold is an operation of our own, which takes the layer's usual weight and
+finds the packed one by it whenever it runs. So all traces share the one packed copy, which goes when its layer goes;
+what is traced holds no address or count, so that the compiler finds it on the disk in the next process.
+
+One of the files that know transformers' models, as :mod:`medusa.packed` is.
+
+Dimensions: D_in and D_out columns of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from medusa.packed import Packs
+
+# By the address of a layer's weight, which is all that an operation is given. It owns nothing.
+_LAYERS: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+
+
+class InTrace:
+    """A packed layer while a trace is made."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dtype is not self.weight.dtype:
+            output: Tensor = super().forward(input)  # type: ignore[misc]
+            return output
+        product: Tensor = torch.ops.medusa.packed_linear(input, self.weight, self.bias, isinstance(self, Conv1D))
+        return product
+
+
+@contextmanager
+def traceable(model: nn.Module) -> Iterator[int]:
+    """Traces that are made of ``model`` meanwhile hold its packed products; yields how many layers have one."""
+    kinds: dict[Any, Any] = {layer: type(layer) for layer in model.modules() if isinstance(layer, Packs)}
+    if kinds:
+        _define()
+    for layer, kind in kinds.items():
+        _LAYERS[layer.weight.data_ptr()] = layer
+        layer.__class__ = _in_trace(kind)
+    try:
+        yield len(kinds)
+    finally:
+        for layer, kind in kinds.items():
+            layer.__class__ = kind
+
+
+@cache
+def _in_trace(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Traced{kind.__name__}", (InTrace, kind), {})
+
+
+@cache
+def _define() -> torch.library.Library:
+    """The operation ``medusa::packed_linear``; ``transposed``: the weight is [D_in, D_out], as GPT-2 has it.
+
+    By hand, as ``torch.library.custom_op`` takes several times as long per call.
+    """
+    library = torch.library.Library("medusa", "FRAGMENT")
+    library.define("packed_linear(Tensor input, Tensor weight, Tensor? bias, bool transposed) -> Tensor")
+    library.impl("packed_linear", _product, "CPU")
+    torch.library.register_fake("medusa::packed_linear", _meta, lib=library)
+    return library
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """The usual product where the layer is packed no more, or its weight was changed since, as for :class:`Packs`."""
+    packed: Any = getattr(_LAYERS.get(weight.data_ptr()), "medusa_packed", None)
+    if packed is None or packed.state != (weight.data_ptr(), weight._version):
+        return linear(input, weight.T if transposed else weight, bias)
+    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, packed.packed, bias, "none", [], "")
+    return output
+
+
+def _meta(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return input.new_empty(*input.shape[:-1], weight.shape[1 if transposed else 0])
