@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers.pytorch_utils import Conv1D
 
 from medusa.errors import UserError
@@ -53,15 +54,14 @@ class Packs:
     input has another dtype, or its weight was changed since. There it is as it was."""
 
     medusa_packed: Weight | None
-    weight: Tensor
-    bias: Tensor | None
+    _parameters: dict[str, Any]
 
     def forward(self, input: Tensor) -> Tensor:
-        packed = self.medusa_packed
-        if packed is None or not _serves(packed, self.weight, input):
+        packed, own = self.medusa_packed, self._parameters  # where a module looks first for what isn't there is slower
+        if packed is None or not _serves(packed, own["weight"], input):
             output: Tensor = super().forward(input)  # type: ignore[misc]
             return output
-        return _product(input, packed.packed, self.bias)
+        return _product(input, packed.packed, own["bias"])
 
 
 def _rows(layer: Any) -> Tensor:
@@ -77,7 +77,7 @@ def _packing(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _serves(packed: Weight, weight: Tensor, input: Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or is_compiling():
         return False
     return input.dtype is weight.dtype and packed.state == _state(weight)
 

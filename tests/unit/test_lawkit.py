@@ -368,4 +368,4 @@ def test_fifty_thousand_tokens(kind: str, mode: str) -> None:
     drafter = MedusaDrafter(heads, Topology.full([3, 2, 1]), Drafting(mode))
     assert ks_uniform(sampled_p_values(trunk, drafter, None)) > 0.001
     if mode == "sampled":
-        assert ks_uniform(sampled_p_values(trunk, drafter, BROKEN["no residual"].rule)) < 1e-6
+        assert ks_uniform(sampled_p_values(trunk, drafter, BROKEN["no residual"].rule)) < 1e-4
