@@ -103,7 +103,7 @@ def _walked(walks: Sequence[Walk], shape: Shape, choice_BN: Tensor) -> Acceptanc
         path_1A = shape.paths[:, path[-1]]
         return Acceptance(path_1A, path_1A[:, len(path) - 1], choice_BN[:, path[-1]], walks)
     rows = [[*path, *[-1] * (shape.levels - len(path)), path[-1], tokens[-1]] for path, tokens in walks]
-    packed = torch.tensor(rows, device=choice_BN.device)
+    packed = torch.tensor(rows).to(choice_BN.device, non_blocking=True)
     return Acceptance(packed[:, :-2], packed[:, -2], packed[:, -1], walks)
 
 

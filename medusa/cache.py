@@ -233,9 +233,10 @@ class SlotCache(Cache):
             moved = [length + node for node in path[still:]]
             sources.append(moved + targets[-1][len(moved) :])
         slots_2BA = torch.tensor([sources, targets])
+        placed = {each.device: slots_2BA.to(each.device, non_blocking=True) for each in self._storages}
         for stored in self._storages:
             shape = (*stored.shape[:3], width, stored.shape[4])
-            source, target = (each[None, :, None, :, None].expand(shape) for each in slots_2BA.to(stored.device))
+            source, target = (each[None, :, None, :, None].expand(shape) for each in placed[stored.device])
             stored.scatter_(3, target, stored.gather(3, source))
 
     def select(self, rows: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ Dimensions: B rows, N nodes, T slots in view, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from threading import Lock
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,6 +72,7 @@ class CompiledSteps:
         self.layers: tuple[int, ...] = ()
         self.backend, self.options = backend, settings(trunk) if options is None else options
         self.compiled: dict[StepSize, Step] = {}
+        self._tracing = Lock()  # a model's layers are of another kind while it is traced
         self.add(sizes, layers)
 
     def add(self, sizes: Iterable[StepSize], layers: Iterable[int] = ()) -> None:
@@ -128,7 +130,11 @@ class CompiledSteps:
         return pad(pad(seen, (0, fillers), value=torch.finfo(seen.dtype).min), (0, 0, 0, fillers))
 
     def _first(self, size: StepSize, *arguments: Any) -> tuple[Tensor, ...]:
-        """The call that traces and compiles."""
+        """The call that traces and compiles; others that come meanwhile wait for it."""
+        with self._tracing:
+            return self.compiled[size](*arguments) if size in self.compiled else self._trace(size, *arguments)
+
+    def _trace(self, size: StepSize, *arguments: Any) -> tuple[Tensor, ...]:
         _, _, bias, _, planes = arguments
         for each in bias.values() if isinstance(bias, dict) else (bias,):
             torch._dynamo.mark_dynamic(each, 3)

@@ -31,37 +31,51 @@ from medusa.errors import UserError
 from medusa.machine import own_seconds
 from medusa.parallel import spread
 
-DTYPES = (torch.float32, torch.bfloat16)  # what oneDNN computes on any processor that it knows
+DTYPES = (torch.float32, torch.bfloat16)  # the second where the processor has instructions for it
 TRIAL_ROWS = 8  # a usual tree
 ROUNDS = 9
+PROBE = 16  # values of a weight that tell whether it was written to
+HELD = "medusa_packed"
 ROUNDING = 64  # units in the last place of the largest number, by which two orders of summation may differ
 SHARE = 0.5  # of the memory that is free, at most, for the packed copies
 
 
 class Weight:
-    """A layer's packed weight, of the state that its own weight was in. A copy of the model has none."""
+    """A layer's packed weight, and the state that its own weight was in."""
 
     def __init__(self, layer: Any) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(_rows(layer).detach().contiguous(), TRIAL_ROWS)
+        self.held = layer.weight.detach()  # what it was made of: its address is nobody else's meanwhile
         self.state = _state(layer.weight)
+        self.places = torch.linspace(0, self.held.numel() - 1, PROBE).long()
+        self.probe = self.held.flatten()[self.places]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
+    def is_stale(self, weight: Tensor) -> bool:
+        """Whether the weight has changed, also where nothing counts it: writes to ``.data``, fused optimizers."""
+        return self.state != _state(weight) or not torch.equal(weight.detach().flatten()[self.places], self.probe)
 
 
 class Packs:
-    """What a linear layer becomes: it reads its packed weight, but where gradients are wanted, a trace is made, the
-    input has another dtype, or its weight was changed since. There it is as it was."""
+    """What a linear layer becomes: it reads its packed weight, but where gradients are wanted, somebody makes a trace,
+    the input has another dtype, or its weight was changed since. There it is as it was, and so is what is pickled or
+    copied of it."""
 
     medusa_packed: Weight | None
     _parameters: dict[str, Any]
 
     def forward(self, input: Tensor) -> Tensor:
         packed, own = self.medusa_packed, self._parameters  # where a module looks first for what isn't there is slower
-        if packed is None or not _serves(packed, own["weight"], input):
+        if packed is None or not _serves(packed, own.get("weight"), input):
             output: Tensor = super().forward(input)  # type: ignore[misc]
             return output
         return _product(input, packed.packed, own["bias"])
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _bare, (_usual(self),), {name: value for name, value in vars(self).items() if name != HELD}
+
+
+def _bare(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
 
 
 def _rows(layer: Any) -> Tensor:
@@ -76,8 +90,10 @@ def _packing(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Packed{kind.__name__}", (Packs, kind), {})
 
 
-def _serves(packed: Weight, weight: Tensor, input: Tensor) -> bool:
-    if torch.is_grad_enabled() or is_compiling():
+def _serves(packed: Weight, weight: Tensor | None, input: Tensor) -> bool:
+    if torch.is_grad_enabled() or is_compiling() or torch.jit.is_tracing():
+        return False
+    if weight is None or weight.is_inference():  # pruned, normed, or another one
         return False
     return input.dtype is weight.dtype and packed.state == _state(weight)
 
@@ -134,6 +150,15 @@ def unpack(model: nn.Module) -> None:
         layer.__class__ = _usual(layer)
 
 
+def refresh(model: nn.Module) -> None:
+    """Pack anew what was written to since: an adapter that was merged, say. What can't be packed any more is not."""
+    for layer in _packed(model):
+        held, weight = layer.medusa_packed, layer._parameters.get("weight")
+        if held is not None and (weight is None or weight.is_inference() or held.is_stale(weight)):
+            fits = weight is not None and not weight.is_inference() and _fits(weight)
+            layer.medusa_packed = Weight(layer) if fits else None
+
+
 def packed_layers(model: nn.Module) -> int:
     """How many layers of a model are packed."""
     return len(_packed(model))
@@ -144,8 +169,8 @@ def _packed(model: nn.Module) -> list[Any]:
 
 
 def _usual(layer: Any) -> type[nn.Module]:
-    kind: type[nn.Module] = type(layer).__bases__[1]
-    return kind
+    ours = (each for each in type(layer).__mro__ if not issubclass(each, Packs) and issubclass(each, nn.Module))
+    return next(ours)
 
 
 @contextmanager
@@ -207,9 +232,15 @@ def _can_pack(layer: Any) -> bool:
     known = kind in (nn.Linear, Conv1D) or getattr(kind, "packs", False)
     if not known or isinstance(layer, Packs) or "forward" in vars(layer):
         return False
-    weight = layer.weight
-    plain = type(weight) is nn.Parameter and weight.layout is torch.strided and not weight.is_inference()
-    return plain and weight.device.type == "cpu" and weight.dtype in DTYPES and weight.numel() > 0
+    weight = layer._parameters.get("weight")
+    return type(weight) is nn.Parameter and not weight.is_inference() and _fits(weight)
+
+
+def _fits(weight: Tensor) -> bool:
+    """Whether oneDNN packs such a weight here."""
+    plain = weight.layout is torch.strided and weight.device.type == "cpu" and weight.numel() > 0
+    half = weight.dtype is torch.bfloat16
+    return plain and weight.dtype in DTYPES and (not half or torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def free_memory() -> int | None:

@@ -107,7 +107,7 @@ def largest(values: Tensor) -> Tensor:
         return values.argmax(-1)
     if values.dtype not in (torch.float32, torch.float64):
         values = values.float()  # exact, and in the same order
-    return torch.from_numpy(values.detach().numpy().argmax(-1))
+    return torch.as_tensor(values.detach().numpy().argmax(-1))
 
 
 def _soft(logits: Tensor, param: SamplingParams) -> Tensor:

@@ -46,7 +46,8 @@ class InTrace:
 @contextmanager
 def traceable(model: nn.Module) -> Iterator[int]:
     """Traces that are made of ``model`` meanwhile hold its packed products; yields how many layers have one."""
-    kinds: dict[Any, Any] = {layer: type(layer) for layer in model.modules() if isinstance(layer, Packs)}
+    found = (layer for layer in model.modules() if isinstance(layer, Packs))
+    kinds: dict[Any, Any] = {layer: type(layer) for layer in found if not isinstance(layer, InTrace)}
     if kinds:
         _define()
     for layer, kind in kinds.items():

@@ -117,7 +117,10 @@ def _prepare(args: jsonargparse.Namespace) -> Distillation:
 
 
 def _load_trunk(args: jsonargparse.Namespace) -> Trunk:
+    import torch
+
     from medusa.checkpoint import MANIFEST, read_manifest, trunk_source
+    from medusa.packed import settle_products
     from medusa.trunk import Trunk
 
     folder, name, revision = Path(args.trunk).expanduser(), args.trunk, None
@@ -126,7 +129,12 @@ def _load_trunk(args: jsonargparse.Namespace) -> Trunk:
         name, revision = trunk_source(folder, manifest), manifest.revision
     elif folder.is_dir():
         name = str(folder)
-    return Trunk.load(name, dtype=args.dtype, device=args.device, revision=revision)
+    trunk = Trunk.load(name, dtype=args.dtype, device=args.device, revision=revision, packed=False)
+    if trunk.dtype is torch.bfloat16:
+        # The same products to the bit. In fp32 they are rounded otherwise, and which are faster is a trial: a set that
+        # goes on must be the one that was never broken off.
+        settle_products(trunk.model)
+    return trunk
 
 
 def _load_drafter(args: jsonargparse.Namespace, trunk: Trunk) -> Drafter | None:

@@ -36,7 +36,7 @@ def eagle_piece(folder: Path, to: str, *, dtype: torch.dtype | None, base: str |
     assert place is not None
     layout = EAGLE_LAYOUTS[to]
     refuse_eagle(read_eagle_manifest(place).config, layout)  # before anything large is loaded
-    trunk = load_trunk(folder, dtype="auto", device=device, check=False)
+    trunk = load_trunk(folder, dtype="auto", device=device, check=False, packed=False)
     layer = load_eagle(place, trunk, saved_in(place / EAGLE_WEIGHTS) if (place / EAGLE_WEIGHTS).is_file() else None)
     name = base or trunk_name(eagle_trunk(place)[0])
     # Where the tree is the root alone, as drafting did not pay when it was made, the usual chain is written.

@@ -42,7 +42,7 @@ def heads_piece(folder: Path, to: str, *, dtype: torch.dtype | None, base: str |
 
 def _load(folder: Path, device: str) -> tuple[MedusaHeads, Topology | None, str]:
     """The heads in the precision they are saved in, their tree, and the trunk's name."""
-    trunk = load_trunk(folder, dtype="auto", device=device, check=False)
+    trunk = load_trunk(folder, dtype="auto", device=device, check=False, packed=False)
     if not (folder / MANIFEST).is_file():
         heads = load_published(folder, trunk)
         return heads, published_tree(folder, heads.config), published_trunk(folder)

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from medusa.drafters.best_first import Best, Candidates, Expand, best_first
+from medusa.drafters.best_first import Best, Candidates, Expand, best_first, possible_paths
 from medusa.drafters.children import Brood, Drafting, Picked, pick
 from medusa.drafters.heads import HeadsDrafter, HeadsSession
 from medusa.drafters.medusa import MedusaDrafter
@@ -25,6 +26,7 @@ from medusa.sampling import Chance
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk
 
+MANY = 1 << 12  # paths that are looked at in each step: some ten microseconds a row
 RANKS = 16  # the most children of a node: they are drawn one after the other
 
 
@@ -76,10 +78,16 @@ class DynamicDrafter(HeadsDrafter):
         ]
 
     @cached_property
-    def candidates(self) -> Candidates:
-        """What trees are chosen from where no law depends on drafted tokens: made once for all sessions."""
+    def candidates(self) -> Candidates | None:
+        """What trees are chosen from where no law depends on drafted tokens: made once for all sessions.
+
+        None where they are so many that growing a tree level by level takes less.
+        """
+        depth, most = self.heads.config.num, self.nodes - 1
+        if sum(1 for _ in islice(possible_paths(depth, self.ranks, most), MANY + 1)) > MANY:
+            return None
         with torch.inference_mode(False):  # sessions use them in any mode
-            return Candidates(self.heads.config.num, self.ranks, self.nodes - 1, self.heads.trunk.device)
+            return Candidates(depth, self.ranks, most, self.heads.trunk.device)
 
     def open(self, trunk: Trunk) -> DynamicSession:
         """A session of one batch. UserError for another trunk than the heads are bound to."""
@@ -120,16 +128,16 @@ class DynamicSession(HeadsSession):
         root_B1, yes_B1 = root_B[:, None], torch.ones_like(root_B[:, None], dtype=torch.bool)
         if not room:
             return DraftTree(self._root, root_B1, yes_B1)
-        if self.candidates is not None:
+        if self.at_once:
             logits_BKV = self.logits_at_once(root_B1, self.depth)
-            best = self.candidates.best(*self._likeliest(logits_BKV, self.warm_K1))
+            best = self._chosen(root_B1, *self._likeliest(logits_BKV, self.warm_K1))
         else:
             best = best_first(self._behind(root_B1), root_B1, self.depth, self.most)
         if room < self.depth or most_B1 is not None:
             best, valid_Bn = best.keep(most_B1, room)
         else:
             valid_Bn = torch.ones_like(best.tokens, dtype=torch.bool)
-        if self.candidates is not None and chance is not None and self.drafting.draws(chance):
+        if self.at_once and chance is not None and self.drafting.draws(chance):
             picked = pick(logits_BKV, self._brood(best.ranks), chance, self.drafting)
             return _Drawn(picked, self.heads).tree(best.shape(), root_B1, best, valid_Bn)
         return DraftTree(best.shape(), torch.cat([root_B1, best.tokens], 1), torch.cat([yes_B1, valid_Bn], 1))
@@ -142,6 +150,17 @@ class DynamicSession(HeadsSession):
             spine = Topology.from_paths(paths)
             self._broods[ranks] = Brood(spine, sorted(set(spine.parents[1:])), rank_Bn.device)
         return self._broods[ranks]
+
+    def _chosen(self, root_B1: Tensor, log_BKR: Tensor, token_BKR: Tensor) -> Best:
+        """The likeliest tree where each head's candidates are the same behind any way."""
+        if self.candidates is not None:
+            return self.candidates.best(log_BKR, token_BKR)
+
+        def expand(head: int, way_BWC: Tensor, from_BW: Tensor) -> tuple[Tensor, Tensor]:
+            wide = way_BWC.shape[1]
+            return log_BKR[:, head, None].expand(-1, wide, -1), token_BKR[:, head, None].expand(-1, wide, -1)
+
+        return best_first(expand, root_B1, self.depth, self.most)
 
     def _behind(self, root_B1: Tensor) -> Expand:
         """The candidates of heads whose laws depend on the tokens on the way."""

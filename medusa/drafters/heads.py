@@ -6,7 +6,7 @@ Dimensions: B batch, C tokens on the way, D hidden, E embedding, K heads, V voca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,19 @@ class HeadsDrafter:
     def __init__(self, heads: MedusaHeads, drafting: Drafting) -> None:
         self.heads = heads
         self.drafting = drafting
-        every = torch.arange(heads.trunk.vocab_size, device=heads.trunk.device)
-        self._table = self._scaled(every)
-        self._drafted = self._table if heads.draft_ids is None else self._scaled(heads.draft_ids.to(every.device))
 
+    @cached_property
+    def _table(self) -> Tensor | None:
+        """Of every token, where the heads read any."""
+        trunk = self.heads.trunk
+        return self._scaled(torch.arange(trunk.vocab_size, device=trunk.device))
+
+    @cached_property
+    def _drafted(self) -> Tensor | None:
+        """Of those that can be drafted."""
+        return self._table if self.heads.draft_ids is None else self._scaled(self.heads.draft_ids)
+
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _scaled(self, ids: Tensor) -> Tensor | None:
         """Embeddings of some tokens, scaled once instead of at each use; None where they would take much memory."""

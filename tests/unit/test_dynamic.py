@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from medusa.confidence import GRID, temperatures
+from medusa.drafters import dynamic
 from medusa.drafters.best_first import (
     Best,
     Candidates,
@@ -112,7 +113,9 @@ def test_it_is_the_best_closed_subtree(way: str, seed: int, depth: int, ranks: i
 @pytest.mark.parametrize("most", [1, 2, 7, 15])
 def test_its_shape_is_that_of_its_parents(way: str, most: int) -> None:
     best = WAYS[way](laws_of(most, 3, 4, ties=False), most)
-    for each in (best, best.keep(torch.tensor([[most], [most // 2], [0]]), 2)[0]):
+    kept, _ = best.keep(torch.tensor([[most], [most // 2], [0]]), 2)
+    assert kept.deepest == min(2, best.deepest)
+    for each in (best, kept):
         shape, parents_BN = each.shape(), torch.nn.functional.pad(each.parents, (1, 0), value=-1)
         expected = Shape.of(parents_BN, each.deepest + 1)
         for part in ("ancestors", "depths", "parents", "paths"):
@@ -299,6 +302,21 @@ def test_children_that_no_tree_takes_need_not_be_drawn(kind: str, monkeypatch: p
     whole = session.propose(root_B, 9, chance_of(2))
     for part in ("tokens_BN", "valid_BN", "sampled_BN", "q_BNV"):
         assert torch.equal(getattr(tree, part), getattr(whole, part))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_paths_are_too_many_trees_are_grown_level_by_level(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trees() -> list[Tensor]:
+        session = session_of("root", 9)
+        assert (session.candidates is None) is (dynamic.MANY == 3)
+        tree = session.propose(torch.tensor([3, 7]), 8, chance_of(2, temperature))
+        return [tree.tokens_BN, tree.shape.parents]
+
+    chosen = trees()
+    monkeypatch.setattr(dynamic, "MANY", 3)
+    assert all(map(torch.equal, trees(), chosen))
 
 
 def test_shapes_do_not_depend_on_what_is_drawn() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import linear
+from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
 
+from medusa import costs
 from medusa import packed as packing
 from medusa.compiled import CompiledSteps, StepSize
 from medusa.cut import cut
@@ -25,11 +28,16 @@ from medusa.eagle import EagleConfig, EagleLayer
 from medusa.errors import UserError
 from medusa.head_parts import Linear
 from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.infer import Engine
+from medusa.infer.bench.contenders import Task, library_way
+from medusa.infer.bench.measure import plain_generate
 from medusa.packed import Packs, as_loaded, pack, packed, packed_layers, packing_pays, settle_products, unpack
 from medusa.selfcheck import tree_error
 from medusa.testing import ScriptedDrafter, plain_greedy, tiny_model, tiny_trunk
 from medusa.tree import Topology
 from medusa.trunk import Trunk
+
+from .serving import save_run
 
 PROMPTS = [[3, 0, 17, 5], [64, 1, 2, 3, 0, 0, 9, 40, 11], [7]]
 FULL, HALF = torch.float32, torch.bfloat16
@@ -82,7 +90,9 @@ def test_it_reads_the_packed_weight_and_nothing_else(monkeypatch: pytest.MonkeyP
         assert made(rows) == "packed"
 
 
-@pytest.mark.parametrize("why", ["gradients", "dtype", "changed", "replaced", "copied"])
+@pytest.mark.parametrize(
+    "why", ["gradients", "dtype", "changed", "replaced", "assigned", "copied", "pickled", "pruned"]
+)
 def test_where_it_can_t_serve_the_layer_is_what_it_was(why: str) -> None:
     made, rows = packed_layer(), torch.randn(2, 5)
     if why == "gradients":
@@ -98,10 +108,60 @@ def test_where_it_can_t_serve_the_layer_is_what_it_was(why: str) -> None:
             made.weight.mul_(2)
         elif why == "replaced":
             made.weight = nn.Parameter(torch.ones(3, 5))
+        elif why == "assigned":
+            with torch.inference_mode():
+                made.weight = nn.Parameter(torch.ones(3, 5), requires_grad=False)
+        elif why == "pruned":
+            prune.random_unstructured(made, "weight", 0.5)
         else:
-            made = copy.deepcopy(made)
-            made.weight.mul_(3)
+            made = copy.deepcopy(made) if why == "copied" else pickle.loads(pickle.dumps(made))
+            assert type(made) is nn.Linear and "medusa_packed" not in vars(made)
         assert torch.equal(made(rows), linear(rows, made.weight, made.bias))
+
+
+def test_another_weight_never_stands_where_the_packed_one_was_made_of() -> None:
+    for _ in range(20):
+        made = packed_layer(inner=64, outer=64)
+        for value in (1.0, 2.0):
+            made.load_state_dict(
+                {name: torch.full_like(held, value) for name, held in made.state_dict().items()}, assign=True
+            )
+        with torch.no_grad():
+            assert torch.equal(made(torch.ones(1, 64)), torch.full((1, 64), 130.0))
+
+
+@pytest.mark.parametrize("how", ["data", "fused", "moved"])
+def test_what_no_count_shows_shows_at_the_next_prompt(how: str) -> None:
+    model = tiny_model("llama").float()
+    trunk, ids = Trunk(model), torch.tensor([[3, 0, 17]])
+    pack(model, always=True)
+    layer: Any = model.get_output_embeddings()
+    before = trunk.forward(ids).logits
+    if how == "data":
+        layer.weight.data += 1.0  # as peft merges an adapter
+    elif how == "fused":
+        layer.weight.requires_grad_().grad = torch.ones_like(layer.weight)
+        torch.optim.SGD([layer.weight], lr=1.0, fused=True).step()
+    else:
+        model.double()
+    logits, _, _ = trunk.prefill(ids, [3], Trunk(model).new_cache(1))
+    with as_loaded(model):
+        assert torch.allclose(logits, Trunk(model).forward(ids).logits[:, -1], atol=1e-4)
+    assert how == "moved" or not torch.allclose(logits, before[:, -1], atol=1e-2)
+    assert (layer.medusa_packed is None) is (how == "moved")
+
+
+def test_bf16_needs_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert pack(layer(dtype=HALF), always=True) == 0 and pack(layer(), always=True) == 1
+
+
+def test_a_trace_of_the_users_own_holds_the_usual_product() -> None:
+    made, rows = packed_layer(), torch.randn(2, 5)
+    with torch.no_grad():
+        wanted = linear(rows, made.weight, made.bias)
+        assert torch.equal(torch.compile(made, backend="eager", fullgraph=True)(rows), wanted)
+        assert torch.equal(torch.jit.trace(made, rows)(rows), wanted)
 
 
 def test_packing_and_unpacking_leave_no_trace() -> None:
@@ -276,7 +336,7 @@ def test_texts_stay_the_trunks_own(family: str) -> None:
     assert packed_layers(short.model) and tree_error(short) < 1e-5
 
 
-def test_a_compiled_step_is_traced_without_them() -> None:
+def test_compiled_steps_of_a_packed_trunk_say_the_same() -> None:
     trunk = tiny_trunk("llama")
     plain = Trunk(tiny_model("llama").float())
     text = plain_greedy(plain, PROMPTS[0], 12)
@@ -300,9 +360,29 @@ def test_loading_packs_and_training_does_not(tmp_path: Path, monkeypatch: pytest
     assert not packed_layers(load_trunk(TrunkConfig(name=str(tmp_path)), tmp_path).model)
 
 
-def test_the_library_is_timed_as_it_is() -> None:
-    from medusa.infer.bench.contenders import Task, library_way
+def test_an_engine_s_heads_go_with_its_trunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = save_run(tmp_path)
+    monkeypatch.setattr(packing, "packing_pays", lambda _: True)
+    for choice, said in ((None, True), (False, False)):
+        engine: Any = Engine.load(run, dtype="float32", packed=choice)
+        assert [packed_layers(each) > 0 for each in (engine.trunk.model, engine.drafter.heads)] == [said, said]
 
+
+def test_steps_are_timed_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, seen = MedusaHeads(HeadsConfig(num=1), float_trunk()), list[bool]()
+    monkeypatch.setattr(packing, "packing_pays", lambda _: True)
+
+    def note(trunk: Trunk, drafters: Any, *_: Any) -> list[tuple[float, float]]:
+        seen.extend(packed_layers(each) > 0 for each in (trunk.model, drafters[0].heads))
+        return []
+
+    monkeypatch.setattr(costs, "_in_turns", note)
+    costs.step_costs(heads, [Topology.root()], [PROMPTS[0]], 1)
+    assert seen == [True, True] and not packed_layers(heads.trunk.model) and not packed_layers(heads)
+
+
+@pytest.mark.parametrize("way", ["contenders", "measure"])
+def test_the_library_is_timed_as_it_is(way: str) -> None:
     trunk = float_trunk()
     pack(trunk.model, always=True)
     generate, seen = trunk.model.generate, []
@@ -312,5 +392,8 @@ def test_the_library_is_timed_as_it_is() -> None:
         return generate(*args, **kwargs)
 
     trunk.model.generate = spy
-    trial = library_way(trunk)([PROMPTS[0]], Task(4))
-    assert seen == [0] and packed_layers(trunk.model) and len(trial.rows[0]) == 4
+    if way == "contenders":
+        tokens = library_way(trunk)([PROMPTS[0]], Task(4)).rows[0]
+    else:
+        tokens = plain_generate(trunk)(PROMPTS[0], 4).ids
+    assert seen == [0] and packed_layers(trunk.model) and len(tokens) == 4

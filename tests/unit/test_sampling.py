@@ -195,6 +195,9 @@ def test_the_largest_is_the_first_of_equals(columns: int, dtype: torch.dtype) ->
     expected = [[row.index(max(row)) for row in rows] for rows in values.nan_to_num(1e9, 1e8, -1e8).tolist()]
     assert largest(values).tolist() == expected == values.max(-1).indices.tolist()
     assert largest(values[..., ::2]).tolist() == values[..., ::2].max(-1).indices.tolist()
+    far = values.clone()
+    far[0, 2, :2] = torch.tensor([1e5, 2e5]).to(dtype)  # one number where it is wide enough, both infinite in fp16
+    assert largest(far).tolist() == far.max(-1).indices.tolist() and largest(far[0, 2]) == far[0, 2].max(-1).indices
 
 
 def test_temperature_0_is_one_hot() -> None:
