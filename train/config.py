@@ -213,6 +213,11 @@ class TrainConfig:
                 f"eagle_training.feature_weight={self.eagle_training.feature_weight} with eagle.version=3: its states"
                 " are its own and not to be the trunk's; set it to 0, or take version 1"
             )
+        if self.eagle is not None and self.eagle.version == 3 and self.eagle_training.cache_states is True:
+            raise UserError(
+                "eagle_training.cache_states=true with eagle.version=3: it reads states of inner layers, and the last"
+                " ones alone are kept; set it to auto or false, or take version 1"
+            )
         if self.eagle is not None and self.data.block < (least := self.eagle_training.passes + 2):
             raise UserError(
                 f"data.block={self.data.block} and eagle_training.passes={self.eagle_training.passes}: the last pass"

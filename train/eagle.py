@@ -23,6 +23,7 @@ from .heldout import Best, judge_ranks
 from .newtrunk import unchanged
 from .pictures import of_ranks
 from .record import AGAIN, TRUNK
+from .states import Numbered, kept, wanted
 
 if TYPE_CHECKING:
     from .job import Job
@@ -69,7 +70,10 @@ def make_eagle(job: Job, trunk: Trunk, eagle: EagleConfig) -> EagleLayer:
     if job.is_made("eagle", settings, folder / EAGLE_WEIGHTS):
         return load_eagle(folder, trunk)
     saved = job.record.resumable("eagle", settings)
-    rows, held = job.rows("eagle", training), job.held(trunk, saved)
+    rows = job.rows("eagle", training)
+    choice = training.cache_states if eagle.version == 1 else False
+    keep_states = wanted(choice, rows, trunk, job.folder, job.report, job.group.size)
+    held = job.held(trunk, saved)
     start = job.begin("eagle", saved)
     draft_ids = job.draft_ids("eagle", eagle.vocab, trunk, rows)
     layer = EagleLayer(eagle, trunk, draft_ids, dtype=training.kept_in(trunk.dtype), seed=config.seed)
@@ -78,11 +82,12 @@ def make_eagle(job: Job, trunk: Trunk, eagle: EagleConfig) -> EagleLayer:
         f"eagle: a layer of version {eagle.version}, {size:,} parameters, {training.steps} steps of {training.batch} x"
         f" {config.data.block} tokens, {training.passes} passes"
     )
-    objective = EagleObjective(layer, training)
-    trainer = EagleTrainer(objective, rows, training, seed=config.seed, device=trunk.device, group=job.group)
+    objective, data = EagleObjective(layer, training), Numbered(rows) if keep_states else rows
+    trainer = EagleTrainer(objective, data, training, seed=config.seed, device=trunk.device, group=job.group)
     evaluation = EagleEvaluation(trainer.judged.layer, held, training.depth, config.evaluation.nodes)
     trainer.kept = evaluation
-    with unchanged(trunk, "an EAGLE layer was"):
+    states = kept(keep_states, rows, trunk, job.folder, job.group.rank, saved is not None)
+    with unchanged(trunk, "an EAGLE layer was"), states as objective.states:
         job.run("eagle", trainer, evaluation, start, settings, saved)
 
     def finish() -> EagleLayer:

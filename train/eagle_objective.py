@@ -6,6 +6,7 @@ Dimensions: B batch, T time, D hidden, F features, K passes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,14 @@ from medusa.trunk import TrunkOutput
 from .eagle_loss import EagleLoss, eagle_loss
 from .loop import DraftTrainer, positions_of
 from .loss import count_pairs, weights
+from .states import States
 from .training import EagleTraining
 
 
 class EagleObjective(nn.Module):
     """The layer with its loss: the module that is trained. The trunk is reached through it, and not part of it."""
+
+    states: States | None = None  # those of earlier epochs, for rows that have a number: all that version 1 reads
 
     def __init__(self, layer: EagleLayer, training: EagleTraining) -> None:
         super().__init__()
@@ -29,14 +33,25 @@ class EagleObjective(nn.Module):
         self.training_of = training
         self.weights_K = weights(training.passes, training.decay)
 
-    def forward(self, input_ids: Tensor, segments: Tensor, labels: Tensor | None = None) -> EagleLoss:
-        """Loss of all passes on a batch of rows [B, T]; ``labels`` are the tokens, -100 where not supervised."""
-        asked, output = self.training_of, self.read(input_ids, segments)
-        features_BTF = self.noised(self.layer.features(output))
+    def forward(
+        self, input_ids: Tensor, segments: Tensor, labels: Tensor | None = None, row: Tensor | None = None
+    ) -> EagleLoss:
+        """Loss of all passes on a batch of rows [B, T].
+
+        ``labels`` are the tokens, -100 where not supervised; ``row`` [B] numbers the rows.
+        """
+        asked = self.training_of
+        if self.states is None or row is None:
+            output = self.read(input_ids, segments)
+            features_BTF, hidden_BTD = self.layer.features(output), output.hidden
+        else:
+            hidden_BTD = self.states.of(row, input_ids, segments, partial(self._last, input_ids, segments))
+            features_BTF = hidden_BTD
+        features_BTF = self.noised(features_BTF)
         return eagle_loss(
             self.layer,
             self.layer.unroll(input_ids, features_BTF, asked.passes, segments),
-            output.hidden,
+            hidden_BTD,
             input_ids if labels is None else labels,
             segments,
             self.weights_K,
@@ -49,6 +64,9 @@ class EagleObjective(nn.Module):
         """The trunk's last states [B, T, D], and those of the layers that are fused."""
         trunk, layers = self.layer.trunk, self.layer.layers
         return trunk.forward(input_ids, positions_BT=positions_of(segments), keep=1, layers=layers)
+
+    def _last(self, input_ids: Tensor, segments: Tensor) -> Tensor:
+        return self.read(input_ids, segments).hidden
 
     def noised(self, features_BTF: Tensor) -> Tensor:
         """Features with evenly drawn noise (EAGLE, section 4.1): drafting reads states that are not quite right."""
@@ -78,10 +96,14 @@ class EagleTrainer(DraftTrainer):
         return [] if self.drafts.lm_head is None else [self.drafts.lm_head.weight]
 
     def try_step(self) -> None:
-        """As every stage's; that noise is drawn in it is undone."""
-        device = self.args.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            super().try_step()
+        """As every stage's, with the trunk's forward in it and no states kept; that noise is drawn is undone."""
+        device, states = self.args.device, self.model.states
+        self.model.states = None
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                super().try_step()
+        finally:
+            self.model.states = states
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -253,11 +253,9 @@ def tell(config: TrainConfig, trunk: TrunkSizes) -> Iterator[str]:
     largest = max(parts.values(), key=lambda stage: stage.parameters * stage.dtype.itemsize)
     saved = largest.parameters * 4 * largest.dtype.itemsize  # weights, the best ones so far, moments
     yield f"disk         {saved / GB:.2f} GB a checkpoint; {largest.keep} are kept while one is filled"
-    if config.heads is not None:
+    if config.heads is not None or (config.eagle is not None and config.eagle.version == 1):
         row = record_bytes(config.data.block, trunk.for_heads.hidden, trunk.dtype)
-        yield (
-            f"             {row / MB:.2f} MB for the states of a row, where they are kept (heads_training.cache_states)"
-        )
+        yield (f"             {row / MB:.2f} MB for the states of a row, where they are kept (cache_states)")
 
 
 def _gradients(stage: str) -> str:

@@ -32,7 +32,7 @@ from medusa.trunk import Trunk
 
 from .checkpoints import told
 
-FOLDER = "states"  # in the run folder, while its heads are trained; a file for each process
+FOLDER = "states"  # in the run folder, while what drafts is trained; a file for each process
 DIGEST = 8  # bytes: by chance a wrong record passes once in 2^64
 ROOM = 0.9  # share of the free space that the file may take: checkpoints and the log are written beside it
 
@@ -102,7 +102,7 @@ class States:
         self._file.close()
 
     def _told(self) -> AbstractContextManager[None]:
-        way = "make room there and run the same command again, or set heads_training.cache_states=false"
+        way = "make room there and run the same command again, or set cache_states=false"
         return told("the trunk's states", self.path.parent, way)
 
     def _digest(self, text_2T: Tensor, states: memoryview) -> bytes:
@@ -177,9 +177,7 @@ def wanted(
     if not isinstance(rows, Epochs):
         if choice == "auto":
             return False
-        raise UserError(
-            "heads_training.cache_states=true with data.windows=random: no window comes twice; set data.windows=tiled"
-        )
+        raise UserError("cache_states=true with data.windows=random: no window comes twice; set data.windows=tiled")
     if choice == "auto" and len(rows) < 2 * rows.count:
         return False
     need = processes * rows.count * record_bytes(rows.block, trunk.hidden_size, trunk.dtype)
@@ -190,8 +188,8 @@ def wanted(
         f" in {run} they may take {ROOM:.0%}"
     )
     if choice is True:
-        raise UserError(f"{lack}: make room there, choose another --run, or set heads_training.cache_states=false")
-    report(f"heads: {lack}: the trunk computes them in each epoch")
+        raise UserError(f"{lack}: make room there, choose another --run, or set cache_states=false")
+    report(f"states: {lack}: the trunk computes them in each epoch")
     return False
 
 

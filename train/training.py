@@ -138,6 +138,7 @@ class EagleTraining(Training):
             it, drawn evenly.
         chunk: positions whose logits exist at a time; null chooses by the vocabulary.
         dtype: what the layer's weights and the optimizer's moments are kept in, as ``heads_training.dtype``.
+        cache_states: as ``heads_training.cache_states``, for version 1 alone: version 3 reads states of inner layers.
     """
 
     steps: int = 600
@@ -151,6 +152,7 @@ class EagleTraining(Training):
     noise: float = 0.0
     chunk: int | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    cache_states: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

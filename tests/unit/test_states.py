@@ -15,16 +15,18 @@ from torch import Tensor
 
 from medusa.data.corpus import RandomBlocks
 from medusa.data.packing import TiledBlocks
+from medusa.eagle import EagleConfig
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig, MedusaHeads
-from medusa.testing import tiny_trunk
+from medusa.testing import random_eagle, tiny_trunk
 from medusa.train import states as module
-from medusa.train.config import HeadsTraining, TrainConfig
+from medusa.train.config import EagleTraining, HeadsTraining, TrainConfig
+from medusa.train.eagle_objective import EagleObjective, EagleTrainer
 from medusa.train.follow import follow
 from medusa.train.loop import HeadsObjective, HeadsTrainer
 from medusa.train.stages import train
 from medusa.train.states import DIGEST, FOLDER, Numbered, States, wanted
-from medusa.trunk import Trunk
+from medusa.trunk import Trunk, TrunkOutput
 
 from .test_train_resume import (  # the last keeps the Trainer from collecting garbage for seconds
     MAKERS,
@@ -175,6 +177,32 @@ def test_training_is_the_same_with_and_without(tmp_path: Path, targets: Any) -> 
 
         objective.read = counting  # type: ignore[method-assign]
         follow(trainer, "heads", lambda step: {}, lambda step, found, losses=losses: losses.append(found.get("loss")))
+        curves.append([loss for loss in losses if loss is not None])
+        forwards.append(counted["forwards"])
+    assert forwards == [18, COUNT]
+    assert curves[0][:2] == curves[1][:2]  # the first epoch: to the bit
+    assert curves[0] == pytest.approx(curves[1], rel=1e-12) and curves[0][-1] < curves[0][0]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_an_eagle_layer_learns_the_same_with_and_without(tmp_path: Path, noise: float) -> None:
+    training = EagleTraining(steps=9, batch=2, passes=2, warmup=0, log_every=1, accumulate=2, noise=noise)
+    curves, forwards = [], []
+    for cached in (False, True):
+        trunk, losses = tiny_trunk("llama"), []
+        objective, rows = EagleObjective(random_eagle(trunk, EagleConfig(1)).train(), training), tiled(18)
+        trainer = EagleTrainer(objective, Numbered(rows), training, seed=0, device=torch.device("cpu"))
+        objective.states = States(tmp_path / "0.bin", trunk, COUNT, BLOCK, keep=False) if cached else None
+        trainer.trunk_speed = lambda: None  # type: ignore[method-assign]
+        counted: Counter[str] = Counter()
+        read = objective.read
+
+        def counting(*inputs: Tensor, read: Any = read, counted: Counter[str] = counted) -> TrunkOutput:
+            counted["forwards"] += 1
+            return read(*inputs)
+
+        objective.read = counting  # type: ignore[method-assign]
+        follow(trainer, "eagle", lambda step: {}, lambda step, found, losses=losses: losses.append(found.get("loss")))
         curves.append([loss for loss in losses if loss is not None])
         forwards.append(counted["forwards"])
     assert forwards == [18, COUNT]
