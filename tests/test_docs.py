@@ -16,7 +16,10 @@ from medusa.train import TrainConfig, train
 from medusa.train.config import CalibrationConfig, EvaluationConfig, HeadsTraining, NewTrunk, Training, TrunkConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("tour", "training", "serving", "exercises"))]
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("tour", "training", "serving", "exercises", "speed")),
+]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Added to a command so that it ends soon; what was given before is overridden.
 SHORTER = {
