@@ -47,12 +47,17 @@ class Weight:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(_rows(layer).detach().contiguous(), TRIAL_ROWS)
         self.held = layer.weight.detach()  # what it was made of: its address is nobody else's meanwhile
         self.state = _state(layer.weight)
-        self.places = torch.linspace(0, self.held.numel() - 1, PROBE).long()
+        self.places = places(self.held.numel())
         self.probe = self.held.flatten()[self.places]
 
     def is_stale(self, weight: Tensor) -> bool:
         """Whether the weight has changed, also where nothing counts it: writes to ``.data``, fused optimizers."""
         return self.state != _state(weight) or not torch.equal(weight.detach().flatten()[self.places], self.probe)
+
+
+def places(count: int) -> Tensor:
+    """Some of so many values, from the first to the last: int64 [PROBE]."""
+    return torch.arange(PROBE) * (count - 1) // (PROBE - 1)
 
 
 class Packs:

@@ -151,6 +151,12 @@ def test_what_no_count_shows_shows_at_the_next_prompt(how: str) -> None:
     assert (layer.medusa_packed is None) is (how == "moved")
 
 
+@given(st.integers(1, 1 << 40))
+def test_the_values_that_are_looked_at_are_there(count: int) -> None:
+    looked = packing.places(count).tolist()
+    assert looked == sorted(looked) and (looked[0], looked[-1]) == (0, count - 1)
+
+
 def test_bf16_needs_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert pack(layer(dtype=HALF), always=True) == 0 and pack(layer(), always=True) == 1
