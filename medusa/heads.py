@@ -169,10 +169,7 @@ class MedusaHeads(Bound):
 
     def logits(self, head: int, features: Tensor) -> Tensor:
         """Features [.., D] -> logits [.., V'], with the trunk's own scale and softcap. :meth:`tokens` names them."""
-        return self.project(self.head(head).projection, features)
-
-    def project(self, projection: nn.Module | None, features: Tensor) -> Tensor:
-        """The same by a head's projection, None where heads share the trunk's."""
+        projection = self.head(head).projection
         if isinstance(projection, LowRank):
             features = projection.down(features)
         return self.projected(features, projection)

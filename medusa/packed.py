@@ -50,9 +50,13 @@ class Weight:
         self.places = places(self.held.numel())
         self.probe = self.held.flatten()[self.places]
 
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether this is the packed copy of a weight, as far as torch counts what is written to it."""
+        return self.state == _state(weight)
+
     def is_stale(self, weight: Tensor) -> bool:
         """Whether the weight has changed, also where nothing counts it: writes to ``.data``, fused optimizers."""
-        return self.state != _state(weight) or not torch.equal(weight.detach().flatten()[self.places], self.probe)
+        return not self.is_of(weight) or not torch.equal(weight.detach().flatten()[self.places], self.probe)
 
 
 def places(count: int) -> Tensor:
@@ -73,7 +77,7 @@ class Packs:
         if packed is None or not _serves(packed, own.get("weight"), input):
             output: Tensor = super().forward(input)  # type: ignore[misc]
             return output
-        return _product(input, packed.packed, own["bias"])
+        return product(input, packed.packed, own["bias"])
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _bare, (_usual(self),), {name: value for name, value in vars(self).items() if name != HELD}
@@ -100,7 +104,7 @@ def _serves(packed: Weight, weight: Tensor | None, input: Tensor) -> bool:
         return False
     if weight is None or weight.is_inference():  # pruned, normed, or another one
         return False
-    return input.dtype is weight.dtype and packed.state == _state(weight)
+    return input.dtype is weight.dtype and packed.is_of(weight)
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
@@ -108,8 +112,9 @@ def _state(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), weight._version
 
 
-def _product(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    output: Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
+def product(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer's output [.., D_out] for an input [.., D_in], by its packed weight."""
+    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, packed, bias, "none", [], "")
     return output
 
 
@@ -209,7 +214,7 @@ def is_right(layer: Any) -> bool:
     """Whether a layer's packed product is the usual one but for rounding, tried on random rows."""
     weight = _rows(layer)
     rows = torch.randn(TRIAL_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    usual, found = layer(rows), _product(rows, Weight(layer).packed, layer.bias)
+    usual, found = layer(rows), product(rows, Weight(layer).packed, layer.bias)
     return bool((found - usual).abs().max() <= ROUNDING * torch.finfo(weight.dtype).eps * usual.abs().max())
 
 
@@ -218,7 +223,7 @@ def packing_pays(layer: Any, clock: Callable[..., float] = own_seconds) -> bool:
     """Whether a layer's product with a usual tree's rows is faster packed: tried in turns, some milliseconds in all."""
     weight, copy = _rows(layer), Weight(layer).packed
     rows = torch.ones(TRIAL_ROWS, weight.shape[1], dtype=weight.dtype)
-    ways = {True: lambda: _product(rows, copy, layer.bias), False: lambda: layer(rows)}
+    ways = {True: lambda: product(rows, copy, layer.bias), False: lambda: layer(rows)}
     times: dict[bool, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():

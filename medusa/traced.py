@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from medusa.packed import Packs
+from medusa.packed import Packs, product
 
 # By the address of a layer's weight, which is all that an operation is given. It owns nothing.
 _LAYERS: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -81,10 +81,9 @@ def _define() -> torch.library.Library:
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """The usual product where the layer is packed no more, or its weight was changed since, as for :class:`Packs`."""
     packed: Any = getattr(_LAYERS.get(weight.data_ptr()), "medusa_packed", None)
-    if packed is None or packed.state != (weight.data_ptr(), weight._version):
+    if packed is None or not packed.is_of(weight):
         return linear(input, weight.T if transposed else weight, bias)
-    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, packed.packed, bias, "none", [], "")
-    return output
+    return product(input, packed.packed, bias)
 
 
 def _meta(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

@@ -95,7 +95,6 @@ class Brood:
             [all_[-1] == node for all_, node in zip(mates, children, strict=True)], device=device
         )
         self.every_n = torch.ones_like(self.last_n)
-        self.rank_n = torch.tensor([topology.ranks[node] for node in children], device=device)
         cells = [ways[topology.parents[node]] * self.ranks + topology.ranks[node] for node in children]
         self.best = Selection(cells, len(parents) * self.ranks, device)  # of all parents' likeliest tokens
 

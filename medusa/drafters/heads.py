@@ -6,7 +6,7 @@ Dimensions: B batch, C tokens on the way, D hidden, E embedding, K heads, V voca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ class Unrolled:
 def _projection(heads: MedusaHeads, own: nn.Linear | None) -> list[Callable[[Tensor], Tensor]]:
     """A head's projection, layer by layer."""
     if own is None:
-        return [partial(heads.project, None)]
+        return [heads.projected]
     layers = [own.down, own] if isinstance(own, LowRank) else [own]
     calls: list[Callable[[Tensor], Tensor]] = [bare(layer, heads.trunk.dtype) for layer in layers]
     return [*calls, heads.trunk.scaled.__call__]

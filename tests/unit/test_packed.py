@@ -85,7 +85,7 @@ def test_the_product_is_the_usual_one_but_for_rounding(
 
 def test_it_reads_the_packed_weight_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     made, rows = packed_layer(), torch.randn(2, 5)
-    monkeypatch.setattr(packing, "_product", lambda *_: "packed")
+    monkeypatch.setattr(packing, "product", lambda *_: "packed")
     with torch.no_grad():
         assert made(rows) == "packed"
 
@@ -240,7 +240,7 @@ def test_free_memory_is_some_of_it() -> None:
 
 def test_a_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made = layer()
-    monkeypatch.setattr(packing, "_product", lambda input, packed, bias: linear(input, made.weight, bias) * 1.001)
+    monkeypatch.setattr(packing, "product", lambda input, packed, bias: linear(input, made.weight, bias) * 1.001)
     assert pack(made, always=True) == 0
 
 
@@ -297,8 +297,8 @@ def test_what_drafts_is_packed_too_and_drafts_the_same(own: str, monkeypatch: py
     counts = [pack(part, always=True) for part in made.parts]
     assert counts[0] > 0 and len(counts) == (2 if own in ("shared", "eagle") else 1) and counts[-1] > 0
     products: list[int] = []
-    product = packing._product
-    monkeypatch.setattr(packing, "_product", lambda *given: (products.append(1), product(*given))[1])
+    product = packing.product
+    monkeypatch.setattr(packing, "product", lambda *given: (products.append(1), product(*given))[1])
     assert torch.allclose(logits(), before, atol=1e-5) and products
     assert parts_of(MedusaDrafter(made, Topology.chain(1)) if own != "eagle" else EagleDrafter(made, Topology.chain(1)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from medusa.train.follow import follow
 from medusa.train.loop import HeadsObjective, HeadsTrainer
 from medusa.train.stages import train
 from medusa.train.states import DIGEST, FOLDER, Numbered, States, wanted
-from medusa.trunk import Trunk, TrunkOutput
+from medusa.trunk import Trunk
 
 from .test_train_resume import (  # the last keeps the Trainer from collecting garbage for seconds
     MAKERS,
@@ -158,56 +159,51 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
         read(0)
 
 
-@pytest.mark.parametrize("targets", ["text", "trunk", "acceptance"])
-def test_training_is_the_same_with_and_without(tmp_path: Path, targets: Any) -> None:
-    training = HeadsTraining(steps=9, batch=2, lr=1e-2, warmup=0, log_every=1, targets=targets, accumulate=2)
+def learn_alike(tmp_path: Path, stage: str, make: Callable[[Trunk, Numbered], Any]) -> None:
+    """The trainer that ``make`` makes learns the same with kept states as without, and asks the trunk once for each."""
     curves, forwards = [], []
     for cached in (False, True):
         trunk, losses = tiny_trunk("llama"), []
-        objective, rows = HeadsObjective(MedusaHeads(HeadsConfig(num=2), trunk), training), tiled(18)
-        trainer = HeadsTrainer(objective, Numbered(rows), training, seed=0, device=torch.device("cpu"))
+        trainer = make(trunk, Numbered(tiled(18)))
+        objective = trainer.model
         objective.states = States(tmp_path / "0.bin", trunk, COUNT, BLOCK, keep=False) if cached else None
-        trainer.trunk_speed = lambda: None  # type: ignore[method-assign]
+        trainer.trunk_speed = lambda: None
         counted: Counter[str] = Counter()
         read = objective.read
 
-        def counting(*inputs: Tensor, read: Any = read, counted: Counter[str] = counted) -> Tensor:
+        def counting(*inputs: Tensor, read: Any = read, counted: Counter[str] = counted) -> Any:
             counted["forwards"] += 1
             return read(*inputs)
 
-        objective.read = counting  # type: ignore[method-assign]
-        follow(trainer, "heads", lambda step: {}, lambda step, found, losses=losses: losses.append(found.get("loss")))
+        objective.read = counting
+        follow(trainer, stage, lambda step: {}, lambda step, found, losses=losses: losses.append(found.get("loss")))
         curves.append([loss for loss in losses if loss is not None])
         forwards.append(counted["forwards"])
     assert forwards == [18, COUNT]
     assert curves[0][:2] == curves[1][:2]  # the first epoch: to the bit
     assert curves[0] == pytest.approx(curves[1], rel=1e-12) and curves[0][-1] < curves[0][0]
+
+
+@pytest.mark.parametrize("targets", ["text", "trunk", "acceptance"])
+def test_training_is_the_same_with_and_without(tmp_path: Path, targets: Any) -> None:
+    training = HeadsTraining(steps=9, batch=2, lr=1e-2, warmup=0, log_every=1, targets=targets, accumulate=2)
+
+    def make(trunk: Trunk, rows: Numbered) -> HeadsTrainer:
+        objective = HeadsObjective(MedusaHeads(HeadsConfig(num=2), trunk), training)
+        return HeadsTrainer(objective, rows, training, seed=0, device=torch.device("cpu"))
+
+    learn_alike(tmp_path, "heads", make)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_an_eagle_layer_learns_the_same_with_and_without(tmp_path: Path, noise: float) -> None:
     training = EagleTraining(steps=9, batch=2, passes=2, warmup=0, log_every=1, accumulate=2, noise=noise)
-    curves, forwards = [], []
-    for cached in (False, True):
-        trunk, losses = tiny_trunk("llama"), []
-        objective, rows = EagleObjective(random_eagle(trunk, EagleConfig(1)).train(), training), tiled(18)
-        trainer = EagleTrainer(objective, Numbered(rows), training, seed=0, device=torch.device("cpu"))
-        objective.states = States(tmp_path / "0.bin", trunk, COUNT, BLOCK, keep=False) if cached else None
-        trainer.trunk_speed = lambda: None  # type: ignore[method-assign]
-        counted: Counter[str] = Counter()
-        read = objective.read
 
-        def counting(*inputs: Tensor, read: Any = read, counted: Counter[str] = counted) -> TrunkOutput:
-            counted["forwards"] += 1
-            return read(*inputs)
+    def make(trunk: Trunk, rows: Numbered) -> EagleTrainer:
+        objective = EagleObjective(random_eagle(trunk, EagleConfig(1)).train(), training)
+        return EagleTrainer(objective, rows, training, seed=0, device=torch.device("cpu"))
 
-        objective.read = counting  # type: ignore[method-assign]
-        follow(trainer, "eagle", lambda step: {}, lambda step, found, losses=losses: losses.append(found.get("loss")))
-        curves.append([loss for loss in losses if loss is not None])
-        forwards.append(counted["forwards"])
-    assert forwards == [18, COUNT]
-    assert curves[0][:2] == curves[1][:2]  # the first epoch: to the bit
-    assert curves[0] == pytest.approx(curves[1], rel=1e-12) and curves[0][-1] < curves[0][0]
+    learn_alike(tmp_path, "eagle", make)
 
 
 def cached(folder: Path) -> TrainConfig:
