@@ -2,11 +2,10 @@
 
 A forward of one token reads every weight once; one of eight needs no more bytes, and a processor has the arithmetic to
 spare. Yet the usual product of few rows with a matrix takes two to four times as long as that of one row, for its
-kernels are made for many. oneDNN's are not, if they may lay the weights out as they like: SmolLM2-135M in fp32 on two
-cores takes 43, 43 and 48 ms for 1, 4 and 8 tokens, and 60, 82 and 91 as it is loaded (AMD EPYC). No compiler is needed.
+kernels are made for many. Those of :mod:`medusa.products` are not, if they may lay the weights out as they like.
 
 The packed weights are a copy: the model keeps its own, which it is trained, saved and read by. It is the same sum, in
-an order that does not go by the number of rows. Used where it is faster, which is tried at load.
+an order that does not go by the number of rows. Which way is the fastest, or the usual one, is tried at load.
 
 One of the files that know transformers' models: GPT-2 and its kin have a linear layer of their own.
 
@@ -15,7 +14,9 @@ Dimensions: M rows, D_in and D_out columns of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -30,9 +31,8 @@ from transformers.pytorch_utils import Conv1D
 from medusa.errors import UserError
 from medusa.machine import own_seconds
 from medusa.parallel import spread
+from medusa.products import EXPECTED_ROWS, WAYS, Way
 
-DTYPES = (torch.float32, torch.bfloat16)  # the second where the processor has instructions for it
-TRIAL_ROWS = 8  # a usual tree
 ROUNDS = 9
 PROBE = 16  # values of a weight that tell whether it was written to
 HELD = "medusa_packed"
@@ -43,12 +43,17 @@ SHARE = 0.5  # of the memory that is free, at most, for the packed copies
 class Weight:
     """A layer's packed weight, and the state that its own weight was in."""
 
-    def __init__(self, layer: Any) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(_rows(layer).detach().contiguous(), TRIAL_ROWS)
+    def __init__(self, layer: Any, way: Way) -> None:
+        rows = _rows(layer).detach()
+        self.way, self.columns, self.packed = way, len(rows), way.pack(rows)
         self.held = layer.weight.detach()  # what it was made of: its address is nobody else's meanwhile
         self.state = _state(layer.weight)
         self.places = places(self.held.numel())
         self.probe = self.held.flatten()[self.places]
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output [.., D_out] for an input [.., D_in]."""
+        return self.way.product(input, self.packed, bias, self.columns)
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether this is the packed copy of a weight, as far as torch counts what is written to it."""
@@ -77,7 +82,7 @@ class Packs:
         if packed is None or not _serves(packed, own.get("weight"), input):
             output: Tensor = super().forward(input)  # type: ignore[misc]
             return output
-        return product(input, packed.packed, own["bias"])
+        return packed.product(input, own["bias"])
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _bare, (_usual(self),), {name: value for name, value in vars(self).items() if name != HELD}
@@ -104,7 +109,7 @@ def _serves(packed: Weight, weight: Tensor | None, input: Tensor) -> bool:
         return False
     if weight is None or weight.is_inference():  # pruned, normed, or another one
         return False
-    return input.dtype is weight.dtype and packed.is_of(weight)
+    return input.dtype is weight.dtype and input.is_cpu and packed.is_of(weight)
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
@@ -112,14 +117,8 @@ def _state(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), weight._version
 
 
-def product(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer's output [.., D_out] for an input [.., D_in], by its packed weight."""
-    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, packed, bias, "none", [], "")
-    return output
-
-
 def settle_products(model: nn.Module, choose: bool | None = None) -> None:
-    """Pack a model's weights, each where that is faster here and as far as memory allows.
+    """Pack a model's weights where that is faster here, and as far as memory allows.
 
     ``choose``: None for that; True to pack all that can be, False none.
 
@@ -129,27 +128,25 @@ def settle_products(model: nn.Module, choose: bool | None = None) -> None:
     if choose is not False and not pack(model, always=choose is True) and choose:
         raise UserError(
             "packed=True: the trunk has no linear layers on a processor, in fp32 or bf16 and in one process, that"
-            " oneDNN can pack here: leave packed out"
+            " can be packed here: leave packed out"
         )
 
 
 def pack(model: nn.Module, always: bool = False) -> int:
-    """Pack the linear layers of a model, each where that is faster, or ``always``; return how many are packed.
+    """Pack the linear layers of a model where that is faster, or ``always``; return how many are packed.
 
     Nothing is packed where the copies would take more than half of the memory that is free, unless ``always``.
     """
     layers: list[Any] = [layer for layer in model.modules() if _can_pack(layer)]
     needed, free = sum(layer.weight.nbytes for layer in layers), free_memory()
-    if not _available() or spread(model) or (not always and free is not None and needed > SHARE * free):
+    if spread(model) or (not always and free is not None and needed > SHARE * free):
         return 0
-    pays: dict[tuple[Any, ...], bool] = {}
-    for layer in layers:
-        kind = (*layer.weight.shape, layer.weight.dtype, layer.bias is None)
-        if kind not in pays:
-            pays[kind] = is_right(layer) and (always or packing_pays(layer))
-        if pays[kind]:
-            layer.medusa_packed = Weight(layer)
-            layer.__class__ = _packing(layer.__class__)
+    for dtype in {layer.weight.dtype for layer in layers}:
+        alike = [layer for layer in layers if layer.weight.dtype is dtype]
+        if (way := fastest(alike, usual=not always)) is not None:
+            for layer in alike:
+                layer.medusa_packed = Weight(layer, way)
+                layer.__class__ = _packing(layer.__class__)
     return packed_layers(model)
 
 
@@ -164,14 +161,20 @@ def refresh(model: nn.Module) -> None:
     """Pack anew what was written to since: an adapter that was merged, say. What can't be packed any more is not."""
     for layer in _packed(model):
         held, weight = layer.medusa_packed, layer._parameters.get("weight")
-        if held is not None and (weight is None or weight.is_inference() or held.is_stale(weight)):
-            fits = weight is not None and not weight.is_inference() and _fits(weight)
-            layer.medusa_packed = Weight(layer) if fits else None
+        gone = weight is None or weight.is_inference()
+        if held is not None and (gone or held.is_stale(weight)):
+            fits = not gone and _is_plain(weight) and held.way.fits(weight)
+            layer.medusa_packed = Weight(layer, held.way) if fits else None
 
 
 def packed_layers(model: nn.Module) -> int:
     """How many layers of a model are packed."""
     return len(_packed(model))
+
+
+def packed_ways(model: nn.Module) -> list[str]:
+    """The names of the ways in which a model's layers are packed: one, but where they have several dtypes."""
+    return sorted({layer.medusa_packed.way.name for layer in _packed(model) if layer.medusa_packed is not None})
 
 
 def _packed(model: nn.Module) -> list[Any]:
@@ -210,29 +213,45 @@ def as_loaded(*models: nn.Module) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def is_right(layer: Any) -> bool:
-    """Whether a layer's packed product is the usual one but for rounding, tried on random rows."""
+def fastest(layers: Sequence[Any], usual: bool = True, clock: Callable[..., float] = own_seconds) -> Way | None:
+    """The packed way in which these layers, of one dtype, together give their products with a usual tree's rows in the
+    least time; None where the usual way, if it may be, is faster still.
+
+    One way for all: what is tried a shape at a time goes by luck on a busy machine. Each shape is tried once, all ways
+    in turns, some milliseconds in all. A way that gives another product than the usual one is none.
+    """
+    kinds = Counter((*layer.weight.shape, layer.bias is None) for layer in layers)
+    ones = {(*layer.weight.shape, layer.bias is None): layer for layer in layers}
+    ways: list[Way | None] = [way for way in WAYS if all(way.fits(layer.weight) for layer in layers)]
+    total: dict[Way | None, float] = dict.fromkeys([*ways, None] if usual else ways, 0.0)
+    for kind, count in kinds.items():
+        for way, seconds in _times(ones[kind], list(total), clock).items():
+            total[way] += count * seconds
+    return min((way for way in total if total[way] < math.inf), key=total.__getitem__, default=None)
+
+
+def _times(layer: Any, ways: list[Way | None], clock: Callable[..., float]) -> dict[Way | None, float]:
+    """Seconds of a layer's product in each way, medians of what was tried in turns; infinite where it is wrong."""
     weight = _rows(layer)
-    rows = torch.randn(TRIAL_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    usual, found = layer(rows), product(rows, Weight(layer).packed, layer.bias)
-    return bool((found - usual).abs().max() <= ROUNDING * torch.finfo(weight.dtype).eps * usual.abs().max())
+    rows = torch.randn(EXPECTED_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    packed = {way: None if way is None else Weight(layer, way) for way in ways}
 
+    def run(way: Way | None) -> Tensor:
+        own = packed[way]
+        output: Tensor = layer(rows) if own is None else own.product(rows, layer.bias)
+        return output
 
-@torch.inference_mode()
-def packing_pays(layer: Any, clock: Callable[..., float] = own_seconds) -> bool:
-    """Whether a layer's product with a usual tree's rows is faster packed: tried in turns, some milliseconds in all."""
-    weight, copy = _rows(layer), Weight(layer).packed
-    rows = torch.ones(TRIAL_ROWS, weight.shape[1], dtype=weight.dtype)
-    ways = {True: lambda: product(rows, copy, layer.bias), False: lambda: layer(rows)}
-    times: dict[bool, list[float]] = {name: [] for name in ways}
+    right = {way: _is_right(run(way), layer(rows)) for way in ways}
+    times: dict[Way | None, list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
-        for name, way in ways.items():
-            times[name].append(clock(way, weight.device))
-    return median(times[True]) < median(times[False])
+        for way in ways:
+            times[way].append(clock(lambda way=way: run(way), rows.device))  # type: ignore[misc]
+    return {way: median(times[way]) if right[way] else math.inf for way in ways}
 
 
-def _available() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def _is_right(found: Tensor, usual: Tensor) -> bool:
+    """Whether a product is the usual one but for rounding."""
+    return bool((found - usual).abs().max() <= ROUNDING * torch.finfo(usual.dtype).eps * usual.abs().max())
 
 
 def _can_pack(layer: Any) -> bool:
@@ -243,14 +262,17 @@ def _can_pack(layer: Any) -> bool:
     if not known or isinstance(layer, Packs) or "forward" in vars(layer):
         return False
     weight = layer._parameters.get("weight")
-    return type(weight) is nn.Parameter and not weight.is_inference() and _fits(weight)
+    return (
+        type(weight) is nn.Parameter
+        and not weight.is_inference()
+        and _is_plain(weight)
+        and any(way.fits(weight) for way in WAYS)
+    )
 
 
-def _fits(weight: Tensor) -> bool:
-    """Whether oneDNN packs such a weight here."""
-    plain = weight.layout is torch.strided and weight.device.type == "cpu" and weight.numel() > 0
-    half = weight.dtype is torch.bfloat16
-    return plain and weight.dtype in DTYPES and (not half or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def _is_plain(weight: Tensor) -> bool:
+    """Whether a weight is numbers in a processor's memory."""
+    return weight.layout is torch.strided and weight.device.type == "cpu" and weight.numel() > 0
 
 
 def free_memory() -> int | None:

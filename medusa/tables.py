@@ -100,8 +100,10 @@ def compiled_line(report: dict[str, Any]) -> str:
     sizes: dict[int, list[str]] = {}
     for rows, nodes in report.get("compiled") or []:
         sizes.setdefault(rows, []).append(str(nodes))
-    layers = report["trunk"].get("packed") or 0
-    packed = f" The weights of {layers} layers were packed for it; the library ran as loaded." if layers else ""
+    layers, ways = report["trunk"].get("packed") or 0, " and ".join(report["trunk"].get("packed_ways") or ["oneDNN"])
+    packed = (
+        f" The weights of {layers} layers were packed for it ({ways}); the library ran as loaded." if layers else ""
+    )
     if not sizes:
         return f"Our loop ran eagerly: none of its steps was compiled.{packed}"
     each = "; ".join(f"{rows} row{'s' * (rows > 1)} of {', '.join(nodes)}" for rows, nodes in sizes.items())

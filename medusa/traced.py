@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from medusa.packed import Packs, product
+from medusa.packed import Packs
 
 # By the address of a layer's weight, which is all that an operation is given. It owns nothing.
 _LAYERS: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -83,7 +83,8 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: boo
     packed: Any = getattr(_LAYERS.get(weight.data_ptr()), "medusa_packed", None)
     if packed is None or not packed.is_of(weight):
         return linear(input, weight.T if transposed else weight, bias)
-    return product(input, packed.packed, bias)
+    output: Tensor = packed.product(input, bias)
+    return output
 
 
 def _meta(input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

@@ -23,7 +23,7 @@ from medusa.drafters.none import NullDrafter
 from medusa.drafters.sized import SizedDrafter
 from medusa.errors import UserError
 from medusa.machine import describe, pick_threads
-from medusa.packed import packed_layers
+from medusa.packed import packed_layers, packed_ways
 from medusa.processors import Processing
 from medusa.tree import Topology
 from medusa.trunk import Trunk
@@ -202,12 +202,13 @@ def _compared(runs: dict[str, list[list[Run]]], seed: int) -> dict[str, Any]:
 
 
 def describe_trunk(trunk: Trunk) -> dict[str, Any]:
-    """Family, size, dtype, and how many layers have packed weights in our loop."""
+    """Family, size, dtype, how many layers have packed weights in our loop, and how these are laid out."""
     return {
         "family": trunk.family,
         "parameters": trunk.model.num_parameters(),
         "dtype": str(trunk.dtype).removeprefix("torch."),
         "packed": packed_layers(trunk.model),
+        "packed_ways": packed_ways(trunk.model),
     }
 
 

@@ -31,7 +31,8 @@ from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.infer import Engine
 from medusa.infer.bench.contenders import Task, library_way
 from medusa.infer.bench.measure import plain_generate
-from medusa.packed import Packs, as_loaded, pack, packed, packed_layers, packing_pays, settle_products, unpack
+from medusa.packed import Packs, as_loaded, fastest, pack, packed, packed_layers, packed_ways, settle_products, unpack
+from medusa.products import WAYS, OneDNN, Way
 from medusa.selfcheck import tree_error
 from medusa.testing import ScriptedDrafter, plain_greedy, tiny_model, tiny_trunk
 from medusa.tree import Topology
@@ -42,7 +43,7 @@ from .serving import save_run
 PROMPTS = [[3, 0, 17, 5], [64, 1, 2, 3, 0, 0, 9, 40, 11], [7]]
 FULL, HALF = torch.float32, torch.bfloat16
 
-if not packing._available():
+if not OneDNN().fits(torch.ones(1)):
     pytest.skip("this torch has no oneDNN", allow_module_level=True)
 
 
@@ -57,35 +58,33 @@ def packed_layer(**sizes: Any) -> Any:
     return made
 
 
+class Spied:
+    """A way that notes each product."""
+
+    name = "spied"
+
+    def __init__(self, way: Way) -> None:
+        self.way, self.products = way, 0
+        self.fits, self.pack = way.fits, way.pack
+
+    def product(self, *given: Any) -> Any:
+        self.products += 1
+        return self.way.product(*given)
+
+
+@pytest.fixture
+def pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing is always faster."""
+    monkeypatch.setattr(packing, "fastest", lambda layers, usual: fastest(layers, usual=False))
+
+
 def float_trunk(family: str = "llama") -> Trunk:
     return Trunk(tiny_model(family).float())
 
 
-@given(
-    shape=st.lists(st.integers(0, 9), max_size=2),
-    inner=st.integers(1, 40),
-    outer=st.integers(1, 40),
-    bias=st.booleans(),
-    dtype=st.sampled_from([FULL, HALF]),
-    strided=st.booleans(),
-)
-def test_the_product_is_the_usual_one_but_for_rounding(
-    shape: list[int], inner: int, outer: int, bias: bool, dtype: torch.dtype, strided: bool
-) -> None:
-    made = packed_layer(inner=inner, outer=outer, bias=bias, dtype=dtype)
-    rows = torch.randn(*shape, inner, generator=torch.Generator().manual_seed(1)).to(dtype)
-    rows = rows.flip(0).mT.contiguous().mT if strided and rows.ndim > 1 else rows
-    with torch.no_grad():
-        found, wanted = made(rows), linear(rows, made.weight, made.bias)
-    assert found.shape == wanted.shape and found.dtype is dtype
-    torch.testing.assert_close(
-        found, wanted, atol=1e-5 if dtype is FULL else 2e-2, rtol=1e-5 if dtype is FULL else 1e-2
-    )
-
-
 def test_it_reads_the_packed_weight_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     made, rows = packed_layer(), torch.randn(2, 5)
-    monkeypatch.setattr(packing, "product", lambda *_: "packed")
+    monkeypatch.setattr(made.medusa_packed, "product", lambda *_: "packed")
     with torch.no_grad():
         assert made(rows) == "packed"
 
@@ -157,6 +156,22 @@ def test_the_values_that_are_looked_at_are_there(count: int) -> None:
     assert looked == sorted(looked) and (looked[0], looked[-1]) == (0, count - 1)
 
 
+def test_a_row_on_another_device_is_an_error_and_no_crash() -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"device"):
+        packed_layer()(torch.randn(2, 5, device="meta"))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_what_is_packed_anew_is_packed_in_the_same_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "WAYS", (way,))
+    made, rows = packed_layer(), torch.randn(2, 5)
+    made.weight.data += 1.0
+    packing.refresh(made)
+    with torch.no_grad():
+        assert made.medusa_packed.way is way
+        torch.testing.assert_close(made(rows), linear(rows, made.weight, made.bias))
+
+
 def test_bf16_needs_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert pack(layer(dtype=HALF), always=True) == 0 and pack(layer(), always=True) == 1
@@ -188,8 +203,7 @@ def test_packing_and_unpacking_leave_no_trace() -> None:
     assert {name: set(vars(module)) for name, module in model.named_modules()} == held
 
 
-def test_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "packing_pays", lambda _: True)
+def test_for_a_while(pays: None) -> None:
     bare, own = tiny_model("llama").float(), tiny_model("llama").float()
     pack(own)
     with pytest.raises(ZeroDivisionError), packed(bare, own):
@@ -198,33 +212,57 @@ def test_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packed_layers(own) and not packed_layers(bare)
 
 
-def test_the_faster_way_is_taken_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[Any] = []
+def test_layers_of_one_dtype_go_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: dict[torch.dtype, int] = {}
 
-    def pays(of: Any) -> bool:
-        tried.append(of.weight.shape)
-        return of.weight.shape[0] == 4
+    def chosen(of: list[Any], usual: bool) -> Way | None:
+        tried[of[0].weight.dtype] = len(of)
+        return OneDNN() if of[0].weight.dtype is FULL else None
 
-    monkeypatch.setattr(packing, "packing_pays", pays)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 4))
-    assert pack(model) == 3 and [isinstance(each, Packs) for each in model] == [True, True, False, False, True]
-    assert len(tried) == 4  # each shape once
+    monkeypatch.setattr(packing, "fastest", chosen)
+    model = nn.Sequential(layer(), layer(4, 4), layer(dtype=HALF), layer())
+    assert pack(model) == 3 and [isinstance(each, Packs) for each in model] == [True, True, False, True]
+    assert packed_ways(model) == ["oneDNN"] and packed_ways(layer()) == []
+    assert tried == {FULL: 3, HALF: 1}
 
 
-@pytest.mark.parametrize("faster", [True, False])
-def test_the_trial_goes_by_medians(faster: bool) -> None:
-    turns = iter([5.0 if index == 4 else float((index % 2 == 0) is not faster) for index in range(18)])
+class Clock:
+    """Seconds by what is called: those of each way, and once in a while many more."""
 
-    def clock(work: Any, device: torch.device) -> float:
+    def __init__(self, seconds: dict[Any, float]) -> None:
+        self.seconds, self.calls = seconds, 0
+
+    def __call__(self, work: Any, device: torch.device) -> float:
+        before = {way: way.products for way in self.seconds if way}
         work()
-        return next(turns)
+        called = next((way for way, count in before.items() if way.products > count), None)
+        self.calls += 1
+        return 99.0 if self.calls <= len(self.seconds) else self.seconds[called]
 
-    assert packing_pays(layer(), clock) is faster
+
+@pytest.mark.parametrize("usual", [True, False])
+@pytest.mark.parametrize("order", [(0.0, 1.0, 2.0), (1.0, 2.0, 0.0), (2.0, 0.0, 1.0)])
+def test_the_trial_goes_by_medians(usual: bool, order: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = [Spied(OneDNN()), Spied(OneDNN()), *([None] if usual else [])]
+    monkeypatch.setattr(packing, "WAYS", tuple(ways[:2]))
+    seconds = dict(zip(ways, order, strict=False))
+    assert fastest([layer(), layer()], usual, Clock(seconds)) is min(ways, key=seconds.__getitem__)
+    assert ways[0].products == packing.ROUNDS + 1  # two layers of one shape are tried once
 
 
-def test_copies_that_would_fill_the_memory_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_goes_by_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two small layers outweigh one that is a bit larger."""
+    first, second = Spied(OneDNN()), Spied(OneDNN())
+    monkeypatch.setattr(packing, "WAYS", (first, second))
+    small = {first: 1.0, second: 2.0}
+    large = {first: 6.0, second: 3.5}
+    monkeypatch.setattr(packing, "_times", lambda of, *_: small if of.weight.shape[0] == 3 else large)
+    sizes = [layer(), layer(), layer(9, 9)]
+    assert fastest(sizes, usual=False) is second and fastest([*sizes, layer()], usual=False) is first
+
+
+def test_copies_that_would_fill_the_memory_are_not_made(monkeypatch: pytest.MonkeyPatch, pays: None) -> None:
     model = nn.Sequential(layer(10, 10), layer(10, 10))
-    monkeypatch.setattr(packing, "packing_pays", lambda _: True)
     for free, count in ((1_599, 0), (1_600, 2), (None, 2)):
         monkeypatch.setattr(packing, "free_memory", lambda free=free: free)
         assert pack(model) == count
@@ -239,9 +277,12 @@ def test_free_memory_is_some_of_it() -> None:
 
 
 def test_a_product_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = layer()
-    monkeypatch.setattr(packing, "product", lambda input, packed, bias: linear(input, made.weight, bias) * 1.001)
+    made, right, wrong = layer(), OneDNN(), Spied(OneDNN())
+    wrong.product = lambda input, *_: linear(input, made.weight, made.bias) * 1.001  # type: ignore[method-assign]
+    monkeypatch.setattr(packing, "WAYS", (wrong,))
     assert pack(made, always=True) == 0
+    monkeypatch.setattr(packing, "WAYS", (wrong, right))
+    assert pack(made, always=True) == 1 and made.medusa_packed.way is right
 
 
 def test_what_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +301,7 @@ def test_what_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "spread", lambda _: True)
     assert pack(layer(), always=True) == 0
     monkeypatch.undo()
-    monkeypatch.setattr(packing, "_available", lambda: False)
+    monkeypatch.setattr(packing, "WAYS", ())
     assert pack(layer(), always=True) == 0
 
 
@@ -296,10 +337,13 @@ def test_what_drafts_is_packed_too_and_drafts_the_same(own: str, monkeypatch: py
     before = logits()
     counts = [pack(part, always=True) for part in made.parts]
     assert counts[0] > 0 and len(counts) == (2 if own in ("shared", "eagle") else 1) and counts[-1] > 0
-    products: list[int] = []
-    product = packing.product
-    monkeypatch.setattr(packing, "product", lambda *given: (products.append(1), product(*given))[1])
-    assert torch.allclose(logits(), before, atol=1e-5) and products
+    for part in made.parts:
+        unpack(part)
+    way = Spied(OneDNN())
+    monkeypatch.setattr(packing, "WAYS", (way,))
+    assert [pack(part, always=True) for part in made.parts] == counts
+    way.products = 0
+    assert torch.allclose(logits(), before, atol=1e-5) and way.products
     assert parts_of(MedusaDrafter(made, Topology.chain(1)) if own != "eagle" else EagleDrafter(made, Topology.chain(1)))
 
 
@@ -354,29 +398,26 @@ def test_compiled_steps_of_a_packed_trunk_say_the_same() -> None:
     assert packed_layers(plain.model)
 
 
-def test_loading_packs_and_training_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_packs_and_training_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pays: None) -> None:
     from medusa.train.config import TrunkConfig
     from medusa.train.newtrunk import load_trunk
 
     tiny_model("llama").float().save_pretrained(tmp_path)
     monkeypatch.setattr("medusa.trunk.load_model", lambda *_, **__: (tiny_model("llama").float(), None))
-    monkeypatch.setattr(packing, "packing_pays", lambda _: True)
     assert packed_layers(Trunk.load(tmp_path).model)
     assert not packed_layers(Trunk.load(tmp_path, packed=False).model)
     assert not packed_layers(load_trunk(TrunkConfig(name=str(tmp_path)), tmp_path).model)
 
 
-def test_an_engine_s_heads_go_with_its_trunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_s_heads_go_with_its_trunk(tmp_path: Path, pays: None) -> None:
     run = save_run(tmp_path)
-    monkeypatch.setattr(packing, "packing_pays", lambda _: True)
     for choice, said in ((None, True), (False, False)):
         engine: Any = Engine.load(run, dtype="float32", packed=choice)
         assert [packed_layers(each) > 0 for each in (engine.trunk.model, engine.drafter.heads)] == [said, said]
 
 
-def test_steps_are_timed_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_timed_packed(monkeypatch: pytest.MonkeyPatch, pays: None) -> None:
     heads, seen = MedusaHeads(HeadsConfig(num=1), float_trunk()), list[bool]()
-    monkeypatch.setattr(packing, "packing_pays", lambda _: True)
 
     def note(trunk: Trunk, drafters: Any, *_: Any) -> list[tuple[float, float]]:
         seen.extend(packed_layers(each) > 0 for each in (trunk.model, drafters[0].heads))

@@ -69,7 +69,7 @@ def test_it_reads_the_packed_copy() -> None:
     head = trunk.model.get_output_embeddings()
     zero = torch.nn.Linear(head.in_features, head.out_features, bias=False)
     zero.weight.data.zero_()
-    head.medusa_packed.packed = Weight(zero).packed
+    head.medusa_packed.packed = Weight(zero, head.medusa_packed.way).packed
     assert logits(trunk, steps).abs().max() == 0
 
 
@@ -120,5 +120,5 @@ def test_inductor(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     head = trunk.model.get_output_embeddings()
     zero = torch.nn.Linear(head.in_features, head.out_features, bias=False)
     zero.weight.data.zero_()
-    head.medusa_packed.packed = Weight(zero).packed
+    head.medusa_packed.packed = Weight(zero, head.medusa_packed.way).packed
     assert logits(trunk, steps).abs().max() == 0

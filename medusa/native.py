@@ -1,0 +1,92 @@
+"""C++ of our own, compiled on the machine that runs it: what torch has no operation for at the speed it could have.
+
+A source is one file beside this module, without headers of torch or Python, so that a compiler takes half a second over
+it, once per machine: what it makes is kept in the user's cache folder, under a name that goes by the source, the
+compiler and the processor. Where there is no compiler there is no library, and callers have another way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from medusa.files import write_bytes
+from medusa.machine import cache_folder
+
+COMPILERS = ("c++", "g++", "clang++")
+COMMON = ("-O3", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC")
+# for this very processor, as compilers call it, with threads and without
+OWN = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
+PATIENCE_S = 120.0
+
+
+@cache
+def library(name: str) -> ctypes.CDLL | None:
+    """The source ``name``.cpp as a library, compiled where that was not done yet; None without a compiler that can."""
+    compiler, source = find_compiler(), Path(__file__).with_name(f"{name}.cpp")
+    if compiler is None:
+        return None
+    kept = cache_folder() / "native" / f"{name}-{_key(source, compiler)}.so"
+    return _loaded(kept) or _made(source, compiler, kept)
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: what ``CXX`` says, else the system's; None where there is none."""
+    named = os.environ.get("CXX")
+    found = (shutil.which(each) for each in ([named] if named else COMPILERS))
+    return next((each for each in found if each), None)
+
+
+def build(source: Path, compiler: str, to: Path, flags: Sequence[str]) -> bool:
+    """Compile into the file ``to``; whether that worked."""
+    command = [compiler, *COMMON, *flags, str(source), "-o", str(to)]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _made(source: Path, compiler: str, kept: Path) -> ctypes.CDLL | None:
+    """Compiled and kept; for this process alone where the cache folder takes no files, or none that can be run."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / source.with_suffix(".so").name
+        if not any(build(source, compiler, made, flags) for flags in OWN):
+            return None
+        try:
+            write_bytes(kept, made.read_bytes())
+        except OSError:
+            return _loaded(made)
+        return _loaded(kept) or _loaded(made)
+
+
+def _loaded(file: Path) -> ctypes.CDLL | None:
+    """None where there is no such file, or one that the system can't load: damaged, or in a folder without programs."""
+    try:
+        return ctypes.CDLL(str(file)) if file.is_file() else None
+    except OSError:
+        return None
+
+
+def _key(source: Path, compiler: str) -> str:
+    """What the compiled file depends on: folders are shared by machines, and a processor knows only its own words."""
+    real = Path(compiler).resolve()
+    stat = real.stat()
+    parts = [source.read_bytes(), str((COMMON, OWN, str(real), stat.st_size, stat.st_mtime_ns)).encode(), _processor()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _processor() -> bytes:
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return repr((platform.machine(), platform.processor(), platform.node())).encode()
+    first = info.read_bytes().partition(b"\n\n")[0]
+    told = (line for line in first.splitlines() if line.startswith((b"model", b"flags", b"Features", b"CPU part")))
+    return platform.machine().encode() + b"\n".join(told)

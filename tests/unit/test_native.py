@@ -1,0 +1,99 @@
+"""Sources of our own, compiled once per machine: kept, made anew where damaged, done without where nothing compiles."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from medusa import native
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+if native.find_compiler() is None:
+    pytest.skip("there is no C++ compiler here", allow_module_level=True)
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A source beside the module, which is elsewhere for a while, and a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    native.library.cache_clear()
+    file = tmp_path / "answer.cpp"
+    file.write_text(SOURCE)
+    yield file
+    native.library.cache_clear()
+
+
+def kept(source: Path) -> list[Path]:
+    return sorted((source.parent / "cache" / "medusa" / "native").glob("*"))
+
+
+def answer() -> int | None:
+    native.library.cache_clear()  # as in the next process
+    found = native.library("answer")
+    return None if found is None else found.answer()
+
+
+def test_it_is_compiled_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer() == 42
+    (file,) = kept(source)
+    monkeypatch.setattr(native, "build", lambda *_: pytest.fail("compiled again"))
+    assert answer() == 42 and kept(source) == [file]
+
+
+def test_another_source_is_another_library(source: Path) -> None:
+    assert answer() == 42
+    source.write_text(SOURCE.replace("42", "43"))
+    assert answer() == 43 and len(kept(source)) == 2
+
+
+@pytest.mark.parametrize("what", ["compiler", "processor"])
+def test_it_goes_by_what_it_was_made_with(source: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer() == 42
+    if what == "processor":
+        monkeypatch.setattr(native, "_processor", lambda: b"another")
+    else:
+        other = source.with_name("other")
+        other.write_text(f'#!/bin/sh\nexec {native.find_compiler()} "$@"\n')
+        other.chmod(0o755)
+        monkeypatch.setenv("CXX", str(other))
+    assert answer() == 42 and len(kept(source)) == 2
+
+
+def test_a_damaged_file_is_made_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer() == 42
+    (file,) = kept(source)
+    # in another place, as a system knows the library that lies in this one
+    damaged = source.with_name("other") / "medusa" / "native" / file.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"no library")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source.with_name("other")))
+    assert answer() == 42 and damaged.stat().st_size == file.stat().st_size
+
+
+def test_a_folder_that_takes_no_files_is_done_without(source: Path) -> None:
+    (source.parent / "cache").write_text("a file, and no folder")
+    assert answer() == 42
+
+
+@pytest.mark.parametrize("why", ["none", "named", "fails", "hangs"])
+def test_without_a_compiler_that_can(source: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "none":
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(shutil, "which", lambda _: None)
+    elif why == "named":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    elif why == "fails":
+        source.write_text("this is no C++")
+    else:
+        monkeypatch.setattr(native, "PATIENCE_S", 0.0)
+    assert answer() is None and not kept(source)
+
+
+def test_flags_that_a_compiler_doesn_t_know_are_left_out(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "OWN", (("-march=nothing",), ()))
+    assert answer() == 42
