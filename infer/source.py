@@ -70,8 +70,8 @@ def load_trunk(
 ) -> Trunk:
     """The trunk that the checkpoint in ``folder`` belongs to; ``options`` go to ``Trunk.load``.
 
-    That of heads which ship with the package is made first, where it is not there, and its own dtype is the faster one
-    here of bf16 and fp32. Raises UserError if it is no checkpoint, or the trunk can't be had or loaded.
+    That of heads which ship with the package is made first, where it is not there, and its own dtype is fp32, or
+    bf16 where that is clearly faster. Raises UserError if it is no checkpoint, or the trunk can't be had or loaded.
     """
     name, revision = named_trunk(folder)
     if name in SOURCES:

@@ -15,12 +15,11 @@ Dimensions: M rows, D_in and D_out columns of a layer.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -31,12 +30,10 @@ from transformers.pytorch_utils import Conv1D
 from medusa.errors import UserError
 from medusa.machine import own_seconds
 from medusa.parallel import spread
-from medusa.products import EXPECTED_ROWS, WAYS, Way
+from medusa.products import WAYS, Way, times
 
-ROUNDS = 9
 PROBE = 16  # values of a weight that tell whether it was written to
 HELD = "medusa_packed"
-ROUNDING = 64  # units in the last place of the largest number, by which two orders of summation may differ
 SHARE = 0.5  # of the memory that is free, at most, for the packed copies
 
 
@@ -217,41 +214,23 @@ def fastest(layers: Sequence[Any], usual: bool = True, clock: Callable[..., floa
     """The packed way in which these layers, of one dtype, together give their products with a usual tree's rows in the
     least time; None where the usual way, if it may be, is faster still.
 
-    One way for all: what is tried a shape at a time goes by luck on a busy machine. Each shape is tried once, all ways
-    in turns, some milliseconds in all. A way that gives another product than the usual one is none.
+    One way for all: what is tried a shape at a time goes by luck on a busy machine. Each shape is tried once, some
+    milliseconds in all.
     """
-    kinds = Counter((*layer.weight.shape, layer.bias is None) for layer in layers)
-    ones = {(*layer.weight.shape, layer.bias is None): layer for layer in layers}
-    ways: list[Way | None] = [way for way in WAYS if all(way.fits(layer.weight) for layer in layers)]
-    total: dict[Way | None, float] = dict.fromkeys([*ways, None] if usual else ways, 0.0)
-    for kind, count in kinds.items():
-        for way, seconds in _times(ones[kind], list(total), clock).items():
-            total[way] += count * seconds
+    kinds = Counter(map(_kind, layers))
+    ones = {_kind(layer): layer for layer in layers}
+    ways = [way for way in WAYS if way.fits(layers[0].weight)]
+    total: dict[Way | None, float] = defaultdict(float)
+    for kind, layer in ones.items():
+        for way, seconds in times(ways, _rows(layer), layer.bias, layer, clock).items():
+            total[way] += kinds[kind] * seconds
+    if not usual:
+        del total[None]
     return min((way for way in total if total[way] < math.inf), key=total.__getitem__, default=None)
 
 
-def _times(layer: Any, ways: list[Way | None], clock: Callable[..., float]) -> dict[Way | None, float]:
-    """Seconds of a layer's product in each way, medians of what was tried in turns; infinite where it is wrong."""
-    weight = _rows(layer)
-    rows = torch.randn(EXPECTED_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    packed = {way: None if way is None else Weight(layer, way) for way in ways}
-
-    def run(way: Way | None) -> Tensor:
-        own = packed[way]
-        output: Tensor = layer(rows) if own is None else own.product(rows, layer.bias)
-        return output
-
-    right = {way: _is_right(run(way), layer(rows)) for way in ways}
-    times: dict[Way | None, list[float]] = {way: [] for way in ways}
-    for _ in range(ROUNDS):
-        for way in ways:
-            times[way].append(clock(lambda way=way: run(way), rows.device))  # type: ignore[misc]
-    return {way: median(times[way]) if right[way] else math.inf for way in ways}
-
-
-def _is_right(found: Tensor, usual: Tensor) -> bool:
-    """Whether a product is the usual one but for rounding."""
-    return bool((found - usual).abs().max() <= ROUNDING * torch.finfo(usual.dtype).eps * usual.abs().max())
+def _kind(layer: Any) -> tuple[Any, ...]:
+    return (*layer.weight.shape, layer.bias is None)
 
 
 def _can_pack(layer: Any) -> bool:

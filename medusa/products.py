@@ -18,16 +18,22 @@ Dimensions: M rows, D_in and D_out columns of a layer.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+import math
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from statistics import median
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from medusa.machine import own_seconds
 from medusa.native import library
 
-EXPECTED_ROWS = 8  # a usual tree's: oneDNN's layout goes by that
+EXPECTED_ROWS = 8  # a usual tree's: oneDNN's layout goes by that, and trials are made with them
+ROUNDS = 9
+ROUNDING = 64  # units in the last place of the largest number, by which two orders of summation may differ
 
 
 class Way(Protocol):
@@ -119,3 +125,32 @@ def _few_rows() -> Any:
         numbers, sizes = [ctypes.c_void_p] * 4, [ctypes.c_long] * 3
         found.product.argtypes, found.product.restype = [*numbers, *sizes, ctypes.c_int], None
     return found
+
+
+def times(
+    ways: Iterable[Way],
+    weight: Tensor,
+    bias: Tensor | None,
+    usual: Callable[[Tensor], Tensor],
+    clock: Callable[..., float] = own_seconds,
+) -> dict[Way | None, float]:
+    """Seconds of a layer's product with a usual tree's rows in each of the ways, None for the ``usual`` one.
+
+    ``weight`` [D_out, D_in] lies on a processor. Medians of what was tried in turns; infinite where a way gives another
+    product than the usual one.
+    """
+    rows = torch.randn(EXPECTED_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    runs: dict[Way | None, Callable[[], Tensor]] = {None: lambda: usual(rows)}
+    for each in ways:
+        runs[each] = partial(each.product, rows, each.pack(weight), bias, len(weight))
+    right = {way: is_right(run(), usual(rows)) for way, run in runs.items()}
+    found: dict[Way | None, list[float]] = {way: [] for way in runs}
+    for _ in range(ROUNDS):
+        for way, run in runs.items():
+            found[way].append(clock(run, rows.device))
+    return {way: median(found[way]) if right[way] else math.inf for way in runs}
+
+
+def is_right(found: Tensor, usual: Tensor) -> bool:
+    """Whether a product is the usual one but for rounding."""
+    return bool((found - usual).abs().max() <= ROUNDING * torch.finfo(usual.dtype).eps * usual.abs().max())

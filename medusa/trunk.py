@@ -172,8 +172,7 @@ class Trunk:
     def project(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Logits of states [.., D], through the trunk's own projection or one of the same form.
 
-        Applies what the trunk does after it. Whether that is the trunk's own path is what ``check_projection`` finds
-        out.
+        Applies what the trunk does after it. Whether that is the trunk's own path is what ``check_projection`` tells.
         """
         return self.scaled(self._head(hidden) if weight is None else linear(hidden, weight, bias))
 
@@ -265,15 +264,16 @@ class Trunk:
         if known:
             cache.set_lengths([length + known for length in lengths])
         total = cache.reserve(tree.size - known)
-        horizon = self.horizon(max(lengths))  # rows that live lie on one side of it; a released one has no length
         masks = {
             kind: attention_bias(shape, lengths, total, self.dtype, window, known)
             for kind, window in self.windows.items()
         }
-        mask, positions_BN = masks if self._by_type else masks["full_attention"], positions(shape, lengths, horizon)
+        mask = masks if self._by_type else masks["full_attention"]
+        positions_BN = positions(shape, lengths, self.horizon(max(lengths)))  # rows that live lie on one side of that
+        if not known:  # the usual step, without two views
+            return self.forward(tree.tokens_BN, cache, mask, positions_BN, keep, layers)
         output = self.forward(tree.tokens_BN[:, known:], cache, mask, positions_BN[:, known:], keep, layers)
-        if known:
-            cache.set_lengths(lengths)
+        cache.set_lengths(lengths)
         return output
 
     @torch.no_grad()

@@ -229,3 +229,10 @@ def test_real_rates_are_a_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_least_time_is_the_larger_limits() -> None:
     found = Rates(100.0, 10.0, 1, "float32", "")
     assert found.seconds(200, 10) == 2 and found.seconds(200, 30) == 3
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+def test_bf16_on_a_processor_needs_its_tiles(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    assert machine.bfloat16_pays(torch.device("cpu")) is tiles
+    assert not machine.bfloat16_pays(torch.device("meta"))
