@@ -1,13 +1,20 @@
-// y = x w^T + b for few rows x, in fp32, at the speed at which w is read.
+// y = x w^T + b for few rows x, at the speed at which w is read: in fp32, and in bf16 with sums in fp32.
 //
-// w [N, K] lies in blocks of COLUMNS columns, [blocks, K, COLUMNS], zeros behind the last one, so that it is read once and
-// in order. A tile of rows keeps its sums in registers: each vector of w that is loaded serves all of its rows. Every
-// number of y is one chain of fused sums along K, whatever the number of rows or threads: a row's bits are its own.
+// w lies in blocks of COLUMNS columns, [blocks, words, COLUMNS], zeros behind the last column, so that it is read once and
+// in order. A word is what is summed at once: a number of fp32, or two neighbours of bf16. A tile of rows keeps its sums in
+// registers, so that each vector of w that is loaded serves all of its rows. Every number of y is one chain of sums along
+// the words, whatever the number of rows or threads: a row's bits are its own.
 //
-// Dimensions: M rows, N columns, K what is summed over.
+// Dimensions: M rows, N columns, K words of a row.
+
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
-enum { LANES = 16, TILE = 12 };  // floats in a vector; rows whose sums the registers hold
+enum { LANES = 16, TILE = 12 };  // words in a vector; rows whose sums the registers hold
 #elif defined(__AVX__)
 enum { LANES = 8, TILE = 6 };
 #elif defined(__aarch64__)
@@ -16,61 +23,108 @@ enum { LANES = 4, TILE = 12 };
 enum { LANES = 4, TILE = 6 };
 #endif
 enum {
+    WORD = 4,  // bytes
     COLUMNS = 2 * LANES,
-    AHEAD = 2048 / sizeof(float),    // that w is fetched before it is used
-    LINE = 64 / sizeof(float),
-    HELD = 131072,                   // numbers of x that stay in a processor's own memory while w goes by
+    AHEAD = 2048 / WORD,  // that w is fetched before it is used
+    LINE = 64 / WORD,
+    HELD = 131072,  // words of x that stay in a processor's own memory while w goes by
 };
 
-typedef float Lanes __attribute__((vector_size(sizeof(float) * LANES), aligned(sizeof(float))));
+typedef float Sums __attribute__((vector_size(WORD * LANES), aligned(WORD)));
+typedef int32_t Words __attribute__((vector_size(WORD * LANES), aligned(WORD), may_alias));
+typedef int32_t Word __attribute__((aligned(2), may_alias));
 
-template <int M>
-static void tile(const float* x, const float* w, const float* b, float* y, long K, long N, long columns) {
-    Lanes sums[M][2] = {};
+static float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+struct Full {
+    typedef float Number;
+    static Sums add(Sums sums, int32_t x, Words w) { return sums + as_float(x) * (Sums)w; }
+    static float read(float value) { return value; }
+    static float written(float value) { return value; }
+};
+
+struct Half {
+    typedef uint16_t Number;
+    static Sums add(Sums sums, int32_t x, Words w) {
+#if defined(__AVX512BF16__)
+        return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(x), (__m512bh)(__m512i)w);
+#else
+        const int32_t upper = ~0xffff;
+        sums += as_float((uint32_t)x << 16) * (Sums)(w << 16);
+        return sums + as_float(x & upper) * (Sums)(w & upper);
+#endif
+    }
+    static float read(uint16_t value) { return as_float((uint32_t)value << 16); }
+    static uint16_t written(float value) {  // the nearest, of two the even one; what is no number stays none
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        if ((bits & 0x7fffffff) > 0x7f800000) return bits >> 16 | 64;
+        return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+};
+
+template <typename Kind, int M>
+static void tile(const Word* x, const Word* w, const void* bias, void* output, long K, long N, long columns) {
+    typedef typename Kind::Number Number;
+    Sums sums[M][2] = {};
     for (long k = 0; k < K; k++, w += COLUMNS) {
         for (int line = 0; line < COLUMNS; line += LINE) __builtin_prefetch(w + AHEAD + line);
-        const Lanes left = *(const Lanes*)w, right = *(const Lanes*)(w + LANES);
+        const Words left = *(const Words*)w, right = *(const Words*)(w + LANES);
         for (int m = 0; m < M; m++) {
-            const float value = x[m * K + k];
-            sums[m][0] += value * left;
-            sums[m][1] += value * right;
+            const int32_t word = x[m * K + k];
+            sums[m][0] = Kind::add(sums[m][0], word, left);
+            sums[m][1] = Kind::add(sums[m][1], word, right);
         }
     }
     for (int m = 0; m < M; m++) {
         const float* sum = (const float*)sums[m];
-        for (long n = 0; n < columns; n++) y[m * N + n] = b ? sum[n] + b[n] : sum[n];
+        const Number* b = (const Number*)bias;
+        Number* y = (Number*)output + m * N;
+        for (long n = 0; n < columns; n++) y[n] = Kind::written(b ? sum[n] + Kind::read(b[n]) : sum[n]);
     }
 }
 
-typedef void (*Tile)(const float*, const float*, const float*, float*, long, long, long);
+typedef void (*Tile)(const Word*, const Word*, const void*, void*, long, long, long);
 
-template <int M>
+template <typename Kind, int M>
 static Tile tile_of(long rows) {
-    if constexpr (M == 1) return tile<1>;
-    else return rows == M ? tile<M> : tile_of<M - 1>(rows);
+    if constexpr (M == 1) return tile<Kind, 1>;
+    else return rows == M ? tile<Kind, M> : tile_of<Kind, M - 1>(rows);
 }
 
-// As many rows as tiles of about one size make of `rows`.
+// As many rows as parts of about one size make of `rows`.
 static long even(long rows, long most) {
     const long parts = (rows + most - 1) / most;
     return (rows + parts - 1) / parts;
 }
 
-extern "C" int columns() { return COLUMNS; }
-
-extern "C" void product(const float* x, const float* w, const float* b, float* y, long M, long K, long N, int threads) {
-    if (!M) return;
-    const long blocks = (N + COLUMNS - 1) / COLUMNS, most = HELD / K < TILE ? TILE : HELD / K, chunk = even(M, most);
-    const long rows = even(chunk, TILE);
+template <typename Kind>
+static void all(const Word* x, const Word* w, const char* b, char* y, long M, long K, long N, int threads) {
+    const long blocks = (N + COLUMNS - 1) / COLUMNS, most = HELD / K < TILE ? TILE : HELD / K;
+    const long chunk = even(M, most), rows = even(chunk, TILE), size = sizeof(typename Kind::Number);
     for (long first = 0; first < M; first += chunk) {
         const long last = first + chunk < M ? first + chunk : M;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (long block = 0; block < blocks; block++) {
             const long from = block * COLUMNS, some = N - from < COLUMNS ? N - from : COLUMNS;
             for (long m = first; m < last; m += rows) {
-                const Tile sum = tile_of<TILE>(m + rows < last ? rows : last - m);
-                sum(x + m * K, w + from * K, b ? b + from : nullptr, y + m * N + from, K, N, some);
+                const Tile sum = tile_of<Kind, TILE>(m + rows < last ? rows : last - m);
+                sum(x + m * K, w + from * K, b ? b + from * size : nullptr, y + (m * N + from) * size, K, N, some);
             }
         }
     }
+}
+
+extern "C" int columns() { return COLUMNS; }
+
+// `half`: bf16. K: words.
+extern "C" void product(
+    const void* x, const void* w, const void* b, void* y, long M, long K, long N, int half, int threads
+) {
+    const auto sum = half ? all<Half> : all<Full>;
+    if (M) sum((const Word*)x, (const Word*)w, (const char*)b, (char*)y, M, K, N, threads);
 }

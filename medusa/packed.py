@@ -160,7 +160,7 @@ def refresh(model: nn.Module) -> None:
         held, weight = layer.medusa_packed, layer._parameters.get("weight")
         gone = weight is None or weight.is_inference()
         if held is not None and (gone or held.is_stale(weight)):
-            fits = not gone and _is_plain(weight) and held.way.fits(weight)
+            fits = not gone and _is_plain(weight) and held.way.fits(_rows(layer))
             layer.medusa_packed = Weight(layer, held.way) if fits else None
 
 
@@ -219,7 +219,7 @@ def fastest(layers: Sequence[Any], usual: bool = True, clock: Callable[..., floa
     """
     kinds = Counter(map(_kind, layers))
     ones = {_kind(layer): layer for layer in layers}
-    ways = [way for way in WAYS if way.fits(layers[0].weight)]
+    ways = [way for way in WAYS if all(way.fits(_rows(layer)) for layer in layers)]
     total: dict[Way | None, float] = defaultdict(float)
     for kind, layer in ones.items():
         for way, seconds in times(ways, _rows(layer), layer.bias, layer, clock).items():

@@ -76,27 +76,31 @@ class OneDNN:
 
 
 class FewRows:
-    """Our own product in fp32, compiled at first use (``few_rows.cpp``): it reads weights as fast as memory gives them.
+    """Our own product in fp32 and bf16, compiled at first use (``few_rows.cpp``): it reads weights about as fast as
+    memory gives them.
 
     A number of its output is the same sum in the same order whatever the number of rows and threads. Packed weights are
-    blocks [blocks, D_in, width of a block], with zeros behind the last column.
+    blocks [blocks, words, width of a block], zeros behind the last column; a word is a number of fp32, or two of bf16.
     """
 
     name = "few rows"
 
     def fits(self, weight: Tensor) -> bool:
-        """As :class:`Way` has it."""
-        return weight.dtype is torch.float32 and _few_rows() is not None
+        """As :class:`Way` has it: in bf16 for an even number of columns."""
+        dtype = weight.dtype
+        suits = dtype is torch.float32 or (dtype is torch.bfloat16 and weight.shape[-1] % 2 == 0)
+        return suits and _few_rows() is not None
 
     def pack(self, weight: Tensor) -> Tensor:
         """As :class:`Way` has it."""
         width = _few_rows().columns()
-        whole = pad(weight, (0, 0, 0, -len(weight) % width))
-        return whole.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+        words = pad(weight, (0, 0, 0, -len(weight) % width)).contiguous().view(torch.int32)
+        return words.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
 
     def product(self, input: Tensor, packed: Tensor, bias: Tensor | None, columns: int) -> Tensor:
         """As :class:`Way` has it, for an input and a bias that lie on the processor."""
-        input, inner = input.contiguous(), packed.shape[1]
+        input, words = input.contiguous(), packed.shape[1]
+        half = input.dtype is torch.bfloat16
         shape = list(input.shape)  # a slice of it, as torch makes them, takes longer than a small product
         shape[-1] = columns
         output = input.new_empty(shape)
@@ -106,9 +110,10 @@ class FewRows:
             packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
             output.data_ptr(),
-            input.numel() // inner,
-            inner,
+            input.numel() // (2 * words if half else words),
+            words,
             columns,
+            half,
             torch.get_num_threads(),
         )
         return output
@@ -123,7 +128,7 @@ def _few_rows() -> Any:
     found = library("few_rows")
     if found is not None:
         numbers, sizes = [ctypes.c_void_p] * 4, [ctypes.c_long] * 3
-        found.product.argtypes, found.product.restype = [*numbers, *sizes, ctypes.c_int], None
+        found.product.argtypes, found.product.restype = [*numbers, *sizes, ctypes.c_int, ctypes.c_int], None
     return found
 
 
