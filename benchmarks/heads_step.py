@@ -34,7 +34,7 @@ from medusa.heads import KINDS, HeadsConfig, MedusaHeads
 from medusa.machine import describe, seconds
 from medusa.train.config import HeadsTraining
 from medusa.train.loop import HeadsObjective, kept_in, positions_of
-from medusa.train.loss import FIRST, pair_mask
+from medusa.train.pairs import FIRST, pair_mask
 from medusa.train.states import States
 from medusa.trunk import Trunk
 

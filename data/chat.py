@@ -162,7 +162,9 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is code that came with the model: it raises anything
             roles = ", ".join(message["role"] for message in messages) or "nobody"
-            raise TemplateFault(f"{self.name} refuses messages of {roles} ({reason(error)})") from error
+            raise TemplateFault(
+                f"{self.name} refuses messages of {roles} ({reason(error)}): give them as this model takes them"
+            ) from error
 
     def _prompt(self, messages: Sequence[Message], whole: str) -> str:
         """What decoding is given to answer: the messages before, and what opens the answer."""

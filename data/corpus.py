@@ -30,28 +30,28 @@ class DataConfig:
     Args:
         source: "tinyshakespeare", a .txt or .md file, a .jsonl, .json or .parquet file, a folder of such files, saved
             by datasets or made by `medusa distill`, or the id of a data set on the hub.
-        config_name: Which configuration of a hub data set.
-        split: Which split of the data set; the held-out share is cut from its end.
-        format: What a row holds: "text"; "completion", a prompt and its completion; "messages"; or "ids", an answer of
+        config_name: which configuration of a hub data set.
+        split: which split of the data set; the held-out share is cut from its end.
+        format: what a row holds: "text"; "completion", a prompt and its completion; "messages"; or "ids", an answer of
             `medusa distill`. "auto" goes by the names of the fields.
-        text_field: The column that holds the text.
-        prompt_field: The column that holds a prompt: a text, or messages.
-        completion_field: The column that holds its completion.
-        messages_field: The column that holds messages with role and content (or from and value).
-        template: A file with the chat template (Jinja); null takes the tokenizer's own, "none" joins prompt and
+        text_field: the column that holds the text.
+        prompt_field: the column that holds a prompt: a text, or messages.
+        completion_field: the column that holds its completion.
+        messages_field: the column that holds messages with role and content (or from and value).
+        template: a file with the chat template (Jinja); null takes the tokenizer's own, "none" joins prompt and
             completion as they stand.
-        template_options: Variables of the template's own, such as enable_thinking.
-        supervise: Learn the "answers" alone, with the tokens that end them, or "all". A plain text is learnt whole.
+        template_options: variables of the template's own, such as enable_thinking.
+        supervise: learn the "answers" alone, with the tokens that end them, or "all". A plain text is learnt whole.
         too_long: "split" examples that are longer than a row, or "drop" them.
-        faulty: Stop with an "error" at a row that can't be used, or "drop" it.
-        streaming: Read row by row from the hub or a file instead of fetching all; ``examples`` says how many.
-        examples: At most so many rows, from the first on; null for all.
-        path: A local copy of tinyshakespeare; without it the cache, the web and the package index are tried in turn.
+        faulty: stop with an "error" at a row that can't be used, or "drop" it.
+        streaming: read row by row from the hub or a file instead of fetching all; ``examples`` says how many.
+        examples: at most so many rows, from the first on; null for all.
+        path: a local copy of tinyshakespeare; without it the cache, the web and the package index are tried in turn.
         tokenizer: "trunk" (the trunk's own), "char", "bpe" (trained on this text), or a folder or hub id.
-        vocab_size: Tokens of the trained BPE, the 256 bytes and the EOS included.
-        heldout: Share held out, taken from the end: of the characters of one document, of the rows of several.
-        block: Tokens in a training row.
-        windows: How a plain text is cut into rows: "random" takes windows at any place, no two alike; "tiled" takes
+        vocab_size: tokens of the trained BPE, the 256 bytes and the EOS included.
+        heldout: share held out, taken from the end: of the characters of one document, of the rows of several.
+        block: tokens in a training row.
+        windows: how a plain text is cut into rows: "random" takes windows at any place, no two alike; "tiled" takes
             rows side by side, each once in an epoch, in another order each time. What the trunk makes of a row can be
             kept for the next epoch only if it is tiled (heads_training.cache_states); examples always are.
     """
@@ -80,16 +80,18 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.heldout < 1:
-            raise UserError(f"heldout {self.heldout} is not a share between 0 and 1: 0.1 holds out the last tenth")
+            raise UserError(f"data.heldout={self.heldout}: it is a share between 0 and 1, 0.1 holds out the last tenth")
         if self.block < 2:
-            raise UserError(f"block {self.block} leaves nothing to predict: make it 2 or more")
+            raise UserError(f"data.block={self.block} leaves nothing to predict: give at least 2")
         if self.path is not None and self.source != TINYSHAKESPEARE:
-            raise UserError(f"path {self.path!r} is for {TINYSHAKESPEARE}, not {self.source!r}: set one of the two")
+            raise UserError(
+                f"data.path={self.path!r} is for {TINYSHAKESPEARE}, not {self.source!r}: set one of the two"
+            )
         if self.examples is not None and self.examples < 2:
-            raise UserError(f"examples {self.examples} can't be split: give 2 or more, one of which is held out")
+            raise UserError(f"data.examples={self.examples} can't be split: give at least 2, one of which is held out")
         if self.streaming and self.examples is None:
             raise UserError(
-                "streaming reads a source that may have no end: say how many rows to take with data.examples"
+                "data.streaming=true reads a source that may have no end: say how many rows to take with data.examples"
             )
 
 

@@ -60,8 +60,9 @@ def read_arguments(argv: list[str]) -> tuple[jsonargparse.Namespace, DataConfig]
     if argv and not argv[0].startswith("-"):
         argv = [argv[0], *_from_recipe(argv[0]), *argv[1:]]
     args = parse(parser, argv, known)
-    if args.rows < 0 or args.width < 0:
-        raise UserError(f"rows={args.rows}, width={args.width}: give numbers from 0 up")
+    for name in ("rows", "width"):
+        if args[name] < 0:
+            raise UserError(f"{name}={args[name]}: give at least 0")
     config: DataConfig = parser.instantiate(args).data
     return args, config
 

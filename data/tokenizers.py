@@ -84,7 +84,7 @@ def load_tokenizer(
     if config.tokenizer == "bpe":
         return train_bpe(train["text"], config.vocab_size)
     if config.tokenizer == "trunk" and trunk is None:
-        raise UserError("tokenizer 'trunk' needs a trunk to take it from: name the trunk, or use char or bpe")
+        raise UserError("data.tokenizer='trunk' and no trunk: name one (--trunk), or take data.tokenizer=char or bpe")
     return _pretrained(cast(str, trunk) if config.tokenizer == "trunk" else config.tokenizer)
 
 

@@ -70,7 +70,9 @@ def _parser() -> jsonargparse.ArgumentParser:
         "--json", action="store_true", help="print messages, ids and figures as one JSON object; with --message"
     )
     parser.add_argument(
-        "--chat_template_kwargs", type=dict, help="the template's own variables, such as '{enable_thinking: false}'"
+        "--chat_template_kwargs",
+        type=dict[str, Any],
+        help="the template's own variables, such as '{enable_thinking: false}'",
     )
     _add_decoding(parser)
     return parser

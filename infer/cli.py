@@ -52,7 +52,7 @@ def _generate(argv: list[str]) -> int:
     """Continue a prompt: the text goes to stdout, one line of figures to stderr."""
     from .options import Options
 
-    parser = new_parser("generate", "Continue a prompt.")
+    parser = new_parser("generate", "Continue a prompt: the text goes to stdout, a line of figures to stderr.")
     parser.add_argument("run", type=str, help="a folder made by `medusa train`, or the hub id of one")
     parser.add_argument("--prompt", type=str, help="the text to continue")
     parser.add_argument("--prompt_file", type=str, help="a UTF-8 file that holds it")
@@ -90,6 +90,9 @@ def _add_decoding(parser: jsonargparse.ArgumentParser) -> None:
     add_engine(parser)
     parser.add_argument(
         "--compile", action="store_true", help="compile the trunk's steps: minutes the first time, see medusa warmup"
+    )
+    parser.add_argument(
+        "--eager", action="store_true", help="do without the compiled steps that medusa warmup left on this machine"
     )
     parser.add_argument("--stop_strings", type=str, nargs="+", help="texts that end the text where they first come")
     parser.add_argument("--logprobs", action="store_true", help="report each token's log-probability; with --json")
@@ -138,6 +141,8 @@ def _prompt(args: jsonargparse.Namespace) -> str:
 
 
 def _engine(args: jsonargparse.Namespace) -> Engine:
+    if args.compile and args.eager:
+        raise UserError("--compile and --eager: steps run compiled or not, give one of the two")
     engine = load_engine(args)
     if args.compile:
         engine.warmup()
@@ -147,6 +152,7 @@ def _engine(args: jsonargparse.Namespace) -> Engine:
 def load_engine(args: jsonargparse.Namespace) -> Engine:
     """The engine that the options of :func:`add_engine` name; torch's threads are set."""
     from .engine import Engine
+    from .warmup import use_stored
 
     if args.baseline and args.drafter not in (None, "auto", "none"):
         raise UserError(f"--baseline and --drafter {args.drafter}: one drafts nothing, give the other alone")
@@ -154,12 +160,14 @@ def load_engine(args: jsonargparse.Namespace) -> Engine:
     drafter = "none" if args.baseline else args.drafter or "auto"
     shared_out = {"tp_plan": plan} if (plan := args.get("tp_plan")) is not None else {}
     how = {"dtype": args.dtype, "device": args.device, "packed": args.packed}
-    engine = Engine.load(args.run, drafter=drafter, **how, **shared_out)
+    engine = Engine.load(args.run, drafter=drafter, compile=False, **how, **shared_out)
     threads = args.threads
     if threads is None and not shared_out and "OMP_NUM_THREADS" not in os.environ:
         threads = _calibrated_threads(Path(args.run).expanduser())
         threads = threads or fastest_threads(engine.trunk, [0] * NODES)
     set_threads(threads)
+    if not args.get("eager"):
+        use_stored(engine.trunk, engine.drafter, engine.max_rows)  # for these threads
     return engine
 
 

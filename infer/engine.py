@@ -26,7 +26,7 @@ from .messages import Message
 from .source import find, load_trunk
 from .streams import Stream, Streamer, check_streamer, pieces, put_certain
 from .tally import Completion
-from .warmup import use_compiled, warm_up
+from .warmup import use_compiled, use_stored, warm_up
 
 __all__ = ["Completion", "Engine", "Stream"]
 
@@ -40,14 +40,15 @@ class Engine:
         trunk: the model whose text is produced, and its tokenizer.
         drafter: what guesses ahead; None guesses nothing.
         max_rows: rows decoded at once; those beyond it begin as others end.
-        compile: have the trunk's steps over the drafter's trees compiled, for one row.
+        compile: have the trunk's steps over the drafter's trees compiled, for one row; None where :meth:`warmup`, in
+            this process or another, left them on this machine's disk, for up to ``max_rows`` rows; False never.
 
     Raises:
         UserError: ``max_rows`` below 1, or a trunk that can't be compiled.
     """
 
     def __init__(
-        self, trunk: Trunk, drafter: Drafter | None = None, *, max_rows: int = MAX_ROWS, compile: bool = False
+        self, trunk: Trunk, drafter: Drafter | None = None, *, max_rows: int = MAX_ROWS, compile: bool | None = None
     ) -> None:
         if not isinstance(max_rows, int) or isinstance(max_rows, bool) or max_rows < 1:
             raise UserError(f"max_rows={max_rows!r}: give a whole number from 1")
@@ -56,6 +57,8 @@ class Engine:
         self.max_rows = max_rows
         if compile:
             use_compiled(trunk, self.drafter)
+        elif compile is None:
+            use_stored(trunk, self.drafter, max_rows)
 
     @classmethod
     def load(
@@ -68,7 +71,7 @@ class Engine:
         revision: str | None = None,
         check: bool = True,
         max_rows: int = MAX_ROWS,
-        compile: bool = False,
+        compile: bool | None = None,
         **trunk_options: Any,
     ) -> Engine:
         """Load a folder made by ``medusa train``, heads as the reference publishes them, or a hub repository of either.
@@ -82,7 +85,8 @@ class Engine:
 
         ``dtype`` and ``device`` are the trunk's ("auto": its own, and a GPU where there is one);
         ``check`` verifies at load that it can be driven exactly with a token tree. ``compile`` has the trunk's steps
-        over one row's trees compiled, each when it is first met, or by :meth:`warmup` before. ``trunk_options`` go to
+        over one row's trees compiled, each when it is first met, or by :meth:`warmup` before; left out, those are used
+        that are on this machine's disk, for torch's threads as they are now. ``trunk_options`` go to
         :meth:`medusa.trunk.Trunk.load`: ``packed``, an adapter, and what ``from_pretrained`` takes.
 
         Raises:
@@ -113,8 +117,9 @@ class Engine:
     def warmup(self, rows: Sequence[int] = (1,)) -> dict[StepSize, float]:
         """Compile the steps of batches of so many ``rows`` now, each number for itself, with a progress bar.
 
-        Returns the seconds that each size took: minutes the first time. What torch's compiler made is kept on disk, for
-        the next process too. Set torch's threads before: what is compiled is compiled for their number.
+        Returns the seconds that each size took: minutes the first time. What is made is kept on disk: on a processor
+        the next process has it in milliseconds, for any weights of such a model. Set torch's threads before: what is
+        compiled is compiled for their number.
 
         Raises:
             UserError: a number of rows below 1, a trunk that can't be compiled, or no C++ compiler.

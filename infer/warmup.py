@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from medusa.compiled import CompiledSteps, StepSize
+from medusa.compiled import CompiledSteps, StepSize, stored_sizes
 from medusa.drafters.base import Drafter, layers_of
 from medusa.drafters.mixed import MixedDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
+from medusa.graphs import GraphedSteps, graphs_apply
 from medusa.machine import seconds
+from medusa.packages import steps_folder
 from medusa.progress import progress
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk
@@ -23,15 +26,29 @@ NODES = (1, 2, 4, 8, 16, 32)  # for drafters whose trees differ from step to ste
 def use_compiled(trunk: Trunk, drafter: Drafter, rows: Sequence[int] = (1,)) -> CompiledSteps:
     """Have the trunk run the trees of ``drafter`` compiled, in batches of so many ``rows``; each as it is first met.
 
+    On a GPU compiled steps are recorded as CUDA graphs (:mod:`medusa.graphs`).
+
     Raises:
         UserError: a number of rows below 1, or a trunk that can't be compiled.
     """
     sizes = step_sizes(drafter, rows)
     if trunk.compiled is None:
-        trunk.compiled = CompiledSteps(trunk, sizes, layers=layers_of(drafter))
+        kind = GraphedSteps if graphs_apply(trunk) else CompiledSteps
+        trunk.compiled = kind(trunk, sizes, layers=layers_of(drafter))
     else:
+        trunk.compiled.makes = True
         trunk.compiled.add(sizes, layers_of(drafter))
     return trunk.compiled
+
+
+def use_stored(trunk: Trunk, drafter: Drafter, most: int = 1) -> None:
+    """Have the trunk run those trees of ``drafter`` compiled whose steps are on this machine's disk, in batches of up
+    to ``most`` rows: what ``medusa warmup`` left there is used in milliseconds, and nothing is compiled.
+    """
+    if trunk.compiled is None:
+        layers = layers_of(drafter)
+        sizes = stored_sizes(trunk, step_sizes(drafter, range(1, most + 1)), layers)
+        trunk.compiled = CompiledSteps(trunk, sizes, layers=layers, makes=False) if sizes else None
 
 
 def step_sizes(drafter: Drafter, rows: Sequence[int]) -> list[StepSize]:
@@ -68,7 +85,8 @@ def tree_sizes(drafter: Any) -> list[int]:
 def warm_up(trunk: Trunk, drafter: Drafter, rows: Sequence[int] = (1,)) -> dict[StepSize, float]:
     """Compile the steps of ``drafter`` now, with a progress bar; return the seconds that each took.
 
-    What is compiled already, in this process, is left out; what another process compiled comes from the disk.
+    What is compiled already, in this process, is left out; what another process compiled comes from the disk, on a
+    processor in milliseconds.
 
     Raises:
         UserError: as :func:`use_compiled`, or a compiler that is not there.
@@ -96,15 +114,16 @@ def compile_step(trunk: Trunk, size: StepSize) -> None:
 
 
 def run(command: str, argv: list[str]) -> int:
-    """``medusa warmup``: compile a run's steps, so that later commands with ``--compile`` find them on the disk."""
+    """``medusa warmup``: compile a run's steps, so that later processes find them on the disk."""
     from medusa.cli import new_parser, parse
 
     from .cli import add_engine, load_engine
 
     parser = new_parser(
         command,
-        "Compile the steps of a run's tree for this machine, for `--compile` of the other commands. What is compiled"
-        " holds for the dtype and the number of threads it is compiled with.",
+        "Compile the steps of a run's tree for this machine. What is compiled holds for the dtype and the number of"
+        " threads it is compiled with. On a processor it is kept in the cache folder, for any weights of such a model:"
+        " generate, chat and serve have it in milliseconds, without an option. On a GPU it is for `--compile`.",
     )
     parser.add_argument("run", type=str, help="a folder made by `medusa train`, or the hub id of one")
     parser.add_argument("--rows", type=int, nargs="+", default=[1], help="rows of a batch, each number for itself")
@@ -114,4 +133,6 @@ def run(command: str, argv: list[str]) -> int:
     print("rows  nodes  seconds")
     for size, taken in engine.warmup(args.rows).items():
         print(f"{size.rows:4}  {size.nodes:5}  {taken:7.1f}")
+    if engine.trunk.compiled is not None and engine.trunk.compiled.ahead:
+        print(f"kept in {steps_folder()}", file=sys.stderr)
     return 0

@@ -5,15 +5,17 @@ Dimensions: B batch, N nodes, A accepted nodes (the root included), V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from medusa.largest import walk
 from medusa.laws import Laws
 from medusa.tree import DraftTree, Shape
+from medusa.uploads import upload, whole_numbers
 
 
 class Walk(NamedTuple):
@@ -23,7 +25,6 @@ class Walk(NamedTuple):
     tokens: list[int]
 
 
-@dataclass(frozen=True)
 class Acceptance:
     """The accepted path of each row.
 
@@ -32,10 +33,10 @@ class Acceptance:
     so that no row can accept a token nobody drafted. ``walks`` say the same where the host knows it already.
     """
 
-    path_BA: Tensor
-    last_B: Tensor
-    next_token_B: Tensor
     walks: Sequence[Walk] | None = None
+
+    def __init__(self, path_BA: Tensor, last_B: Tensor, next_token_B: Tensor) -> None:
+        self.path_BA, self.last_B, self.next_token_B = path_BA, last_B, next_token_B
 
     @property
     def length_B(self) -> Tensor:
@@ -49,7 +50,47 @@ class Acceptance:
         packed = torch.cat([tree.tokens_BN, self.next_token_B[:, None], self.path_BA], 1).tolist()
         paths = [[node for node in each[tree.size + 1 :] if node >= 0] for each in packed]
         pairs = zip(paths, packed, strict=True)
-        return [Walk(path, [*(each[node] for node in path[1:]), each[tree.size]]) for path, each in pairs]
+        self.walks = [Walk(path, [*(each[node] for node in path[1:]), each[tree.size]]) for path, each in pairs]
+        return self.walks
+
+
+class Walked(Acceptance):
+    """Walks that the host made; the device has them where somebody asks: views for one row, else one transfer back.
+
+    ``choice_BN``: the tokens after all nodes, where the device knows them.
+    """
+
+    walks: Sequence[Walk]
+
+    def __init__(self, walks: Sequence[Walk], shape: Shape, choice_BN: Tensor | None = None) -> None:
+        self.walks, self._shape, self._choice_BN = walks, shape, choice_BN
+
+    @cached_property
+    def path_BA(self) -> Tensor:  # type: ignore[override]
+        if len(self.walks) == 1:
+            return self._shape.paths[:, self.walks[0].path[-1]]
+        return self._sent[:, :-2]
+
+    @cached_property
+    def last_B(self) -> Tensor:  # type: ignore[override]
+        if len(self.walks) == 1:
+            return self.path_BA[:, len(self.walks[0].path) - 1]
+        return self._sent[:, -2]
+
+    @cached_property
+    def next_token_B(self) -> Tensor:  # type: ignore[override]
+        if self._choice_BN is None:
+            return whole_numbers([tokens[-1:] for _, tokens in self.walks], -1)  # on a processor
+        if len(self.walks) == 1:
+            return self._choice_BN[:, self.walks[0].path[-1]]
+        return self._sent[:, -1]
+
+    @cached_property
+    def _sent(self) -> Tensor:
+        """Of each row its path, filled up with -1, the path's last node, and the token after it."""
+        levels = self._shape.levels
+        rows = [[*path, *[-1] * (levels - len(path)), path[-1], tokens[-1]] for path, tokens in self.walks]
+        return upload(rows, self._shape.paths.device)
 
 
 class AcceptRule(Protocol):
@@ -73,17 +114,24 @@ class DeterministicRule:
     lossless = True
 
     def __call__(self, tree: DraftTree, laws: Laws) -> Acceptance:
-        shape, size, choice_BN = tree.shape, tree.size, laws.choice_BN
-        known = None if shape.topology is None else shape.topology.parents
-        parts = [tree.tokens_BN, choice_BN, tree.valid_BN]
-        if known is None:
-            parts.append(shape.parents.expand_as(choice_BN))
         # To walk a small tree on the host takes less than to queue the dozen operations that do it on the device.
-        walks = []
-        for row in torch.cat(parts, 1).tolist():  # the step's one transfer
-            tokens, choices, valid, parents = (row[start : start + size] for start in range(0, 4 * size, size))
-            walks.append(_walk(tokens, choices, valid, known or parents))
-        return _walked(walks, shape, choice_BN)
+        if tree.tokens_BN.is_cpu and (logits_BNV := laws.greedy_BNV) is not None:
+            found = walk(logits_BNV, tree.shape.parents, tree.tokens_BN, tree.valid_BN)
+            if found is not None:
+                return Walked([Walk(*each) for each in found], tree.shape)
+        choice_BN = laws.choice_BN
+        return Walked([_walk(*row) for row in _transfer(tree, choice_BN)], tree.shape, choice_BN)
+
+
+def _transfer(tree: DraftTree, choice_BN: Tensor) -> Iterator[tuple[list[int], ...]]:
+    """Each row's tokens, those after them, parents and which nodes are no fillers: the step's one transfer."""
+    size, known = tree.size, None if tree.shape.topology is None else list(tree.shape.topology.parents)
+    parts = [tree.tokens_BN, choice_BN, tree.valid_BN]
+    if known is None:
+        parts.append(tree.shape.parents.expand_as(choice_BN))
+    for row in torch.cat(parts, 1).tolist():
+        tokens, choices, valid, parents = (row[start : start + size] for start in range(0, 4 * size, size))
+        yield tokens, choices, valid, known or parents
 
 
 def _walk(tokens: Sequence[int], choices: Sequence[int], valid: Sequence[int], parents: Sequence[int]) -> Walk:
@@ -94,17 +142,6 @@ def _walk(tokens: Sequence[int], choices: Sequence[int], valid: Sequence[int], p
             path.append(node)
             at = node
     return Walk(path, [choices[node] for node in path])
-
-
-def _walked(walks: Sequence[Walk], shape: Shape, choice_BN: Tensor) -> Acceptance:
-    """Walks that the host made, as the device has them: views for one row, one transfer back for several."""
-    if len(walks) == 1:
-        path = walks[0].path
-        path_1A = shape.paths[:, path[-1]]
-        return Acceptance(path_1A, path_1A[:, len(path) - 1], choice_BN[:, path[-1]], walks)
-    rows = [[*path, *[-1] * (shape.levels - len(path)), path[-1], tokens[-1]] for path, tokens in walks]
-    packed = torch.tensor(rows).to(choice_BN.device, non_blocking=True)
-    return Acceptance(packed[:, :-2], packed[:, -2], packed[:, -1], walks)
 
 
 def accept_up_to(tree: DraftTree, last_B: Tensor, choice_BN: Tensor) -> Acceptance:

@@ -35,8 +35,7 @@ class Bound(nn.Module):
         check_projection(trunk)
         self._trunk = (trunk,)  # in a tuple: a module attribute would be registered and saved
         self._shared: tuple[nn.Linear, ...] = ()  # a slice of the trunk's projection, where used; not registered
-        device = trunk.model.get_output_embeddings().weight.device
-        self.register_buffer("draft_ids", _checked(draft_ids, vocab, name, trunk, device))
+        self.register_buffer("draft_ids", _checked(draft_ids, vocab, name, trunk, trunk.device))
 
     @property
     def trunk(self) -> Trunk:
@@ -50,7 +49,10 @@ class Bound(nn.Module):
         """
         output, ids = self.trunk.model.get_output_embeddings(), self.draft_ids
         weight, bias = whole(output.weight.data), None if output.bias is None else whole(output.bias.data)
-        return (weight, bias) if ids is None else (weight[ids], None if bias is None else bias[ids])
+        if ids is None:
+            return weight, bias
+        at = ids.to(weight.device)  # which may be another one's than the states', as with a device_map
+        return weight[at].to(ids.device), None if bias is None else bias[at].to(ids.device)
 
     def share(self, weight: Tensor, bias: Tensor | None) -> None:
         """Draft by these rows of the trunk's projection."""
@@ -68,7 +70,7 @@ class Bound(nn.Module):
     def projected(self, states: Tensor, projection: nn.Module | None = None) -> Tensor:
         """States [.., D] -> logits [.., V'] by a projection, or by the trunk's, with the trunk's scale and softcap."""
         if projection is None and not self._shared:
-            return self.trunk.project(states)
+            return self.trunk.project(states).to(states.device)
         logits: Tensor = self.trunk.scaled((projection or self._shared[0])(states))
         return logits
 

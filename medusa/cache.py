@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from medusa.uploads import upload
 
 FEW = 8  # nodes that are moved one by one in less time than together
 BLOCK = 256  # slots the storage grows by: a few copies over a long answer, little unused memory on a short one
@@ -52,9 +55,9 @@ class _LayerView(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, cache: SlotCache | StepCache) -> None:
+    def __init__(self, cache: Any) -> None:  # or a proxy of it
         super().__init__()
-        self.cache = cache
+        self.cache: SlotCache | StepCache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise AssertionError("slot cache layers are allocated by the cache")
@@ -111,7 +114,7 @@ class SlotCache(Cache):
     """
 
     def __init__(self, layers: Sequence[LayerShape], rows: int) -> None:
-        super().__init__(layers=[_LayerView(self) for _ in layers])
+        super().__init__(layers=[_LayerView(proxy(self)) for _ in layers])  # no cycle: memory goes with the cache
         self.shapes = tuple(layers)
         self.lengths: list[int] = [0] * rows
         planes = [(layer.keys, layer.values) for layer in layers]
@@ -140,6 +143,11 @@ class SlotCache(Cache):
         return max(self.lengths, default=0)
 
     @property
+    def storages(self) -> Sequence[Tensor]:
+        """[planes, B, heads, S, size] of each kind of plane."""
+        return self._storages
+
+    @property
     def capacity(self) -> int:
         """Slots allocated per row."""
         return self._storages[0].shape[3]
@@ -154,7 +162,9 @@ class SlotCache(Cache):
         self._slots = {}
         if len(set(self.lengths)) > 1:
             slots = torch.tensor(self.lengths)[:, None] + torch.arange(tokens)
-            self._slots = {each.device: slots.to(each.device)[:, None, :, None] for each in self._storages}
+            self._slots = {
+                each.device: slots.to(each.device, non_blocking=True)[:, None, :, None] for each in self._storages
+            }
         return self._total
 
     def planes(self, tokens: int) -> tuple[list[list[Tensor]], Tensor]:
@@ -165,7 +175,7 @@ class SlotCache(Cache):
         """
         self._grow(len(self.lengths), self._total + 1)
         at = self._storages[0].device
-        slots_BN = torch.tensor(self.lengths, device=at)[:, None] + torch.arange(tokens, device=at)
+        slots_BN = upload(self.lengths, at)[:, None] + torch.arange(tokens, device=at)
         return self._planes, slots_BN
 
     def _grow(self, rows: int, slots: int) -> None:
@@ -219,7 +229,7 @@ class SlotCache(Cache):
         sources = [self.lengths[0] + node for node in paths[0][still:]]
         for stored in self._storages:
             if width > FEW:
-                moved = stored.index_select(3, torch.tensor(sources, device=stored.device))
+                moved = stored.index_select(3, upload(sources, stored.device))
                 stored.narrow(3, start, width).copy_(moved)
                 continue
             for target, source in enumerate(sources, start):  # ascending: none is overwritten before it is read
@@ -271,6 +281,13 @@ class SlotCache(Cache):
         for slot, length in zip(slots, other.lengths, strict=True):
             self.lengths[slot] = length
 
+    def move_to(self, storages: Sequence[Tensor]) -> None:
+        """Hold what the rows hold in ``storages`` from now on: as its own, with room for it. All beyond becomes 0."""
+        for new, old in zip(storages, self.storages, strict=True):
+            new[:, :, :, : self.longest].copy_(old[:, :, :, : self.longest])
+            new[:, :, :, self.longest :].zero_()
+        self._hold(list(storages))
+
     def read(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor]:
         """A row's committed keys and values of one layer: ``[heads, length, size]`` each."""
         keys, values = self._planes[layer_idx]
@@ -279,9 +296,4 @@ class SlotCache(Cache):
 
 def _in_place(path: Sequence[int]) -> int:
     """How many nodes of a path, from the root on, lie where it wants them."""
-    place = 0
-    for node in path:
-        if node != place:
-            break
-        place += 1
-    return place
+    return next((place for place, node in enumerate(path) if node != place), len(path))

@@ -1,16 +1,22 @@
-"""Compiled steps: the trunk's forward over trees of a given size, traced once and compiled for this machine.
+"""Compiled steps: the trunk's forward over trees of a given size, compiled for this machine.
 
-A trace is made per number of rows and nodes; the length of the text may change from call to call. What is traced is
-:meth:`medusa.trunk.Trunk.forward_with_gradients` itself, so that a family's own ways stay one piece of code. A tree
-that is somewhat smaller than a trace takes it with fillers behind its nodes. All other forwards, such as the prefill,
-run as they do without compilation. Layers whose weights are packed (:mod:`medusa.packed`) are packed in traces too.
+A step is compiled per number of rows and nodes; the length of the text may change from call to call. What is compiled
+is :meth:`medusa.trunk.Trunk.forward_with_gradients` itself, so that a family's own ways stay one piece of code. A tree
+that is somewhat smaller than a step takes it with fillers behind its nodes. All other forwards, such as the prefill,
+run as they do without compilation. Layers whose weights are packed (:mod:`medusa.packed`) are packed in steps too.
+
+On a processor steps are compiled ahead of time (:mod:`medusa.ahead`) and kept (:mod:`medusa.packages`), so that the
+next process has them in milliseconds. Elsewhere torch traces and compiles them in each process.
 
 Dimensions: B rows, N nodes, T slots in view, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,18 +25,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from medusa import packages
+from medusa.ahead import Library, Step, can_be_ahead, compile_ahead, is_settled
 from medusa.cache import SlotCache, StepCache
 from medusa.errors import UserError, reason
 from medusa.family import turning_point
 from medusa.parallel import spread
+from medusa.selfcheck import COARSE, TOLERANCE
 from medusa.traced import traceable
 
 if TYPE_CHECKING:
     from medusa.trunk import Trunk
 
-Step = Callable[..., tuple[Tensor, ...]]
-SMALL = 32 * 2**20  # bytes of weights, which a processor's caches about hold: calls then take as long as the products
-FILLED = 2  # a trace takes trees of at least its nodes over this: beyond that, fillers cost more than tracing brings
+FILLED = 2  # a step takes trees of at least its nodes over this: beyond that, fillers cost more than compiling brings
+INDUCTOR = "inductor"
 
 
 class StepSize(NamedTuple):
@@ -41,10 +49,10 @@ class StepSize(NamedTuple):
 
 
 class CompiledSteps:
-    """Forwards of a trunk over trees of the sizes given, each compiled when it is first met.
+    """Forwards of a trunk over trees of the sizes given, each compiled, or taken from the disk, when it is first met.
 
-    ``layers``: whose states steps return as well, where they are asked for. ``backend`` is torch.compile's, ``options``
-    are settings of inductor while it compiles, by default those of :func:`settings`.
+    ``layers``: whose states steps return as well, where they are asked for. ``backend`` is torch.compile's; with
+    another than inductor, nothing is kept. ``makes=False``: what is not kept is not compiled but runs eagerly.
 
     Raises:
         UserError: rotary frequencies that go by the positions of each forward, which a trace would freeze; a trunk that
@@ -57,8 +65,8 @@ class CompiledSteps:
         sizes: Iterable[StepSize],
         *,
         layers: Iterable[int] = (),
-        backend: str | Callable[..., Any] = "inductor",
-        options: dict[str, Any] | None = None,
+        backend: str | Callable[..., Any] = INDUCTOR,
+        makes: bool = True,
     ) -> None:
         if turning_point(trunk.config)[0] is not None:
             raise UserError(
@@ -70,7 +78,8 @@ class CompiledSteps:
         self.trunk = trunk
         self.sizes: list[StepSize] = []
         self.layers: tuple[int, ...] = ()
-        self.backend, self.options = backend, settings(trunk) if options is None else options
+        self.backend, self.makes = backend, makes
+        self.ahead = backend == INDUCTOR and can_be_ahead(trunk)
         self.compiled: dict[StepSize, Step] = {}
         self._tracing = Lock()  # a model's layers are of another kind while it is traced
         self.add(sizes, layers)
@@ -113,7 +122,11 @@ class CompiledSteps:
         else:
             bias = self._bias(mask, size, total, fillers)
         arguments = (_padded(ids_BN, fillers), _padded(positions_BN, fillers), bias, slots_BN, planes)
-        output = self.compiled[size](*arguments) if size in self.compiled else self._first(size, *arguments)
+        step = self.compiled.get(size)
+        if step is None or (isinstance(step, Library) and not step.is_current):
+            output = self._first(size, *arguments)
+        else:
+            output = step(*arguments)
         logits_BNV, hidden_BND, *states = (each[:, :nodes] for each in output)
         return logits_BNV, hidden_BND, tuple(states[self.layers.index(layer)] for layer in layers)
 
@@ -130,11 +143,51 @@ class CompiledSteps:
         return pad(pad(seen, (0, fillers), value=torch.finfo(seen.dtype).min), (0, 0, 0, fillers))
 
     def _first(self, size: StepSize, *arguments: Any) -> tuple[Tensor, ...]:
-        """The call that traces and compiles; others that come meanwhile wait for it."""
+        """The call that compiles; others that come meanwhile wait for it."""
         with self._tracing:
-            return self.compiled[size](*arguments) if size in self.compiled else self._trace(size, *arguments)
+            return (self._take if self.ahead else self._trace)(size, *arguments)
+
+    def _take(self, size: StepSize, *arguments: Any) -> tuple[Tensor, ...]:
+        """Take the step from the disk, or compile it. Its first call is also taken eagerly, and the two compared."""
+        plain, name = _traced(self.trunk, self.layers), self._name(size)
+        expected = plain(*arguments)
+        if not is_settled(self.trunk.model):  # until the next prompt
+            return expected
+        step = self._kept(name)
+        output = None if step is None else _as_expected(step, arguments, expected)
+        if output is None and self.makes:
+            step = self._made(size, name, plain, arguments)
+            output = _as_expected(step, arguments, expected)
+        if output is not None and step is not None:
+            self.compiled[size] = step
+            return output
+        packages.drop(name)
+        if self.makes:
+            raise UserError(
+                f"model type {self.trunk.family!r} gives other numbers when it is compiled here: leave compile out"
+            )
+        self.sizes.remove(size)
+        return plain(*arguments)  # once more: keys and values were written to
+
+    def _name(self, size: StepSize) -> str:
+        return packages.name_of(packages.description(self.trunk), *size, self.layers)
+
+    def _kept(self, name: str) -> Library | None:
+        folder = packages.find(name)
+        try:
+            return None if folder is None else Library(folder, self.trunk)
+        except RuntimeError:  # of another kind of system, or in a folder whose files can't be run
+            return None
+
+    def _made(self, size: StepSize, name: str, plain: Step, arguments: Sequence[Any]) -> Library:
+        about = {"model": self.trunk.family, **size._asdict(), "layers": self.layers}
+        with tempfile.TemporaryDirectory() as folder, self._explained():
+            compile_ahead(self.trunk, plain, arguments, Path(folder))
+            return Library(packages.keep(name, Path(folder), about) or Path(folder), self.trunk)
 
     def _trace(self, size: StepSize, *arguments: Any) -> tuple[Tensor, ...]:
+        if size in self.compiled:
+            return self.compiled[size](*arguments)
         _, _, bias, _, planes = arguments
         for each in bias.values() if isinstance(bias, dict) else (bias,):
             torch._dynamo.mark_dynamic(each, 3)
@@ -145,24 +198,27 @@ class CompiledSteps:
         step: Step = torch.compile(
             _traced(self.trunk, self.layers), backend=self.backend, fullgraph=True, dynamic=False, options=unguarded
         )
-        with torch._inductor.config.patch(self.options), traceable(self.trunk.model):
-            try:
-                output = step(*arguments)
-            except RuntimeError as error:  # as are all errors of torch's compiler
-                raise UserError(
-                    f"model type {self.trunk.family!r} can't be compiled here ({reason(error)}): leave compile out"
-                ) from error
+        with traceable(self.trunk.model), self._explained():
+            output = step(*arguments)
         self.compiled[size] = step
         return output
 
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # as are all errors of torch's compiler
+            raise UserError(
+                f"model type {self.trunk.family!r} can't be compiled here ({reason(error)}): leave compile out"
+            ) from error
 
-def settings(trunk: Trunk) -> dict[str, Any]:
-    """Of inductor, for this trunk: a small one's products are called from C++, a tenth to a quarter less time.
 
-    A large one's calls are little beside its products, and the C++ compiler would take minutes over them.
-    """
-    weights = sum(weight.nbytes for weight in trunk.model.parameters())
-    return {"cpp_wrapper": trunk.device.type == "cpu" and weights <= SMALL}
+def stored_sizes(trunk: Trunk, sizes: Iterable[StepSize], layers: Iterable[int] = ()) -> list[StepSize]:
+    """Those of the sizes whose steps are kept on the disk, for this very trunk and machine."""
+    if not packages.steps_folder().is_dir() or not can_be_ahead(trunk):
+        return []
+    described, asked = packages.description(trunk), tuple(sorted({*layers}))
+    return [size for size in sizes if packages.is_there(packages.name_of(described, *size, asked))]
 
 
 def _traced(trunk: Trunk, layers: tuple[int, ...]) -> Step:
@@ -180,6 +236,22 @@ def _traced(trunk: Trunk, layers: tuple[int, ...]) -> Step:
 
     # torch keeps traces by code object, and looks through all of one: each size gets its own
     return FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
+
+
+def _as_expected(step: Step, arguments: Sequence[Any], expected: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    """What a step gives; None unless that is what is expected, as far as :mod:`medusa.selfcheck` lets it differ."""
+    try:
+        found = step(*arguments)
+    except RuntimeError:  # a library that can't run here
+        return None
+    return found if len(found) == len(expected) and all(map(_close, found, expected)) else None
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    largest = expected[expected.isfinite()].abs().max().item()
+    allowed = TOLERANCE.get(expected.dtype, COARSE) * max(largest, 1.0)
+    same = found.shape == expected.shape and found.dtype == expected.dtype
+    return same and torch.allclose(found, expected, rtol=0, atol=allowed, equal_nan=True)
 
 
 def _padded(values_BN: Tensor, fillers: int) -> Tensor:

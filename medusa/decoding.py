@@ -23,6 +23,7 @@ from medusa.rules import RecursiveRule
 from medusa.sampling import Chance, Draws, HashDraws, SamplingParams
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk, TrunkOutput
+from medusa.uploads import upload
 
 __all__ = ["Decoder", "Past", "Request", "Step", "TokenLogprob", "decode", "generate_ids", "joining"]
 
@@ -47,6 +48,7 @@ class Decoder:
         self.slots: list[int | None] = []  # the row that each slot of the batch serves, None where it is free
         self.admitted = 0
         self._single = Shape.static(Topology.root(), trunk.device)
+        self._mode = torch.inference_mode()  # held: to make one takes as long as an operation
 
     @property
     def live(self) -> set[int]:
@@ -80,10 +82,11 @@ class Decoder:
         logits_BV, hidden_BD, output, cache = self._read(requests)
         session = self.drafter.open(self.trunk)
         session.start([request.ids for request in requests], hidden_BD, output)
-        last_B1 = torch.tensor([[row.text[-1]] for row in rows], device=logits_BV.device)
+        last_B1 = upload([[row.text[-1]] for row in rows], logits_BV.device)
         chance = Chance([row.request.sampling for row in rows], cache.lengths, self.draws, logits_BV.device)
         tree = DraftTree(self._single, last_B1, torch.ones_like(last_B1, dtype=torch.bool))
-        root_B = self._laws(logits_BV[:, None], tree, chance, list(rows)).choice_BN[:, 0]
+        situation = self._situation(tree, rows) if any(row.request.processed for row in rows) else None
+        root_B = Laws(logits_BV[:, None], tree.shape.depths, chance, situation).choice_BN[:, 0]
         slots = self._place(rows, root_B, cache, session)
         new = [[token] for token in root_B.tolist()]
         return self._emit(slots, new, _logprobs(rows, logits_BV[:, None], [[0]] * len(rows), new), nodes=0)
@@ -101,7 +104,9 @@ class Decoder:
         ids_BT = torch.zeros(len(news), max(map(len, news)), dtype=torch.long)
         for row, new in enumerate(news):
             ids_BT[row, : len(new)] = torch.as_tensor(new)  # pads lie behind a row's length: unwritten
-        read = self.trunk.prefill(ids_BT.to(self.trunk.device), [len(new) for new in news], cache, self.layers)
+        read = self.trunk.prefill(
+            ids_BT.to(self.trunk.device, non_blocking=True), [len(new) for new in news], cache, self.layers
+        )
         return *read, cache
 
     def _place(self, rows: Sequence[Underway], root_B: Tensor, cache: SlotCache, session: DraftSession) -> list[int]:
@@ -128,36 +133,41 @@ class Decoder:
         """What stays the same from step to step, whenever rows come or go."""
         self._served = [None if number is None else self.rows[number] for number in self.slots]
         self._sampling = [SamplingParams() if row is None else row.request.sampling for row in self._served]
+        self._processed = any(row.request.processed for row in self.rows.values())
+        self._tells = any(row.request.logprobs is not None for row in self.rows.values())
 
-    @torch.inference_mode()
     def step(self) -> Step:
         """Propose, verify, accept, commit: one forward of the trunk."""
+        with self._mode:
+            return self._step()
+
+    def _step(self) -> Step:
         rows, lefts = self._served, [row.left for row in self.rows.values()]
         after = [length + 1 for length in self.cache.lengths]  # where the token after the root will stand
         chance = Chance(self._sampling, after, self.draws, self.root_B.device)
+        chance.roots = [0 if row is None else row.text[-1] for row in rows]
         tree = self.session.propose(self.root_B, max(lefts) - 1, chance)
         if tree.shape.levels > min(lefts):
             tree = self._within_limits(tree, chance)
         verified = self.trunk.tree_forward(tree, self.cache, layers=self.layers)
         rule = self.rule or (DeterministicRule() if tree.sampled_BN is None else RecursiveRule())
-        acceptance = rule(tree, self._laws(verified.logits, tree, chance, rows))
+        situation = self._situation(tree, rows) if self._processed else None
+        acceptance = rule(tree, Laws(verified.logits, tree.shape.depths, chance, situation))
         self.session.commit(tree, verified, acceptance)
         self.root_B = acceptance.next_token_B
         walks = acceptance.on_host(tree)
         self.cache.commit([walk.path if row else [] for walk, row in zip(walks, rows, strict=True)])
         new, paths = [walk.tokens for walk in walks], [walk.path for walk in walks]
-        return self._emit(range(len(rows)), new, _logprobs(rows, verified.logits, paths, new), tree.size)
+        logprobs = _logprobs(rows, verified.logits, paths, new) if self._tells else [[]] * len(rows)
+        return self._emit(range(len(rows)), new, logprobs, tree.size)
 
-    def _laws(self, logits_BNV: Tensor, tree: DraftTree, chance: Chance, rows: Sequence[Underway | None]) -> Laws:
-        """The nodes' laws, with what the processors of these rows need to know, if there are any."""
-        situation = None
-        if any(row is not None and row.request.processed for row in rows):
-            nobody = Underway(Request((0,), 1), 1)
-            each = [row or nobody for row in rows]
-            texts = [row.text if row else [0] for row in rows]
-            facts = [Row(row.request.processing, row.prompt, row.request.longest, row.request.eos) for row in each]
-            situation = Situation(tree, texts, facts, [row.request.processor for row in each])
-        return Laws(logits_BNV, tree.shape.depths, chance, situation)
+    def _situation(self, tree: DraftTree, rows: Sequence[Underway | None]) -> Situation:
+        """What the processors of these rows need to know."""
+        nobody = Underway(Request((0,), 1), 1)
+        each = [row or nobody for row in rows]
+        texts = [row.text if row else [0] for row in rows]
+        facts = [Row(row.request.processing, row.prompt, row.request.longest, row.request.eos) for row in each]
+        return Situation(tree, texts, facts, [row.request.processor for row in each])
 
     def finish(self, row: int) -> None:
         """End a row from outside, as for a client that left; its slot is free. A row that has ended stays so."""
@@ -170,7 +180,7 @@ class Decoder:
             return tree
         least = min(row.left for row in self.rows.values())
         lefts = [least if row is None else row.left for row in self._served]
-        room_B1 = torch.tensor(lefts, device=tree.tokens_BN.device)[:, None] - 1
+        room_B1 = upload(lefts, tree.tokens_BN.device)[:, None] - 1
         return replace(tree, valid_BN=tree.valid_BN & (tree.shape.depths <= room_B1))
 
     def _emit(

@@ -139,7 +139,7 @@ class EagleLayer(Bound):
         self.config = config
         self.layers = fused_layers(config, trunk.config.num_hidden_layers)
         self.sizes = _fitting(sizes, eagle_sizes(config, trunk))
-        device, kept = trunk.model.get_output_embeddings().weight.device, dtype or trunk.dtype
+        device, kept = trunk.device, dtype or trunk.dtype
         self.body = Body(self.sizes, config.version).to(device, kept)
         self.norm: RMSNorm | None = None
         self.lm_head: nn.Linear | None = None
@@ -195,8 +195,7 @@ class EagleLayer(Bound):
 
     def new_cache(self, rows: int) -> SlotCache:
         """An empty cache of pairs for ``rows`` rows."""
-        weight = self.trunk.model.get_output_embeddings().weight
-        plane = PlaneShape(self.sizes.kv_heads, self.sizes.head_size, weight.device, self.trunk.dtype)
+        plane = PlaneShape(self.sizes.kv_heads, self.sizes.head_size, self.trunk.device, self.trunk.dtype)
         return SlotCache([LayerShape(plane, plane)], rows)
 
     def unroll(

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa.bound_files import fill
 from medusa.eagle import EagleConfig, EagleLayer
 from medusa.eagle_block import THETA, EagleSizes
-from medusa.eagle_files import fill
 from medusa.errors import UserError
 from medusa.trunk import Trunk
 from medusa.weights import read_object, read_tensors, tensor_files

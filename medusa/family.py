@@ -14,7 +14,7 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 # Sub-configs of a language model alone; any other stands for a second sense: pictures, sound.
 OWN_PARTS = ("text_config", "attn_config", "ffn_config", "quantization_config")
 SENSES = ("vision", "audio", "image", "video", "speech", "vq")
-LIBRARY, FOLDED = "sdpa", "medusa_folded"  # the second is ours: medusa/folded.py
+LIBRARY, FOLDED, OWN = "sdpa", "medusa_folded", "medusa_attention"  # the last two are ours: medusa/folded.py
 MASKED = (LIBRARY, "eager")  # the library's attentions that take a mask per query and key
 
 
@@ -49,7 +49,7 @@ def refuse_by_config(family: str, config: Any, has_positions: bool = True, state
 
 def refuse_attention(name: Any) -> None:
     """Refuse an attention that takes no mask per query and key; None and a choice per part are left to the library."""
-    if isinstance(name, str) and name not in (*MASKED, FOLDED):
+    if isinstance(name, str) and name not in (*MASKED, FOLDED, OWN):
         raise UserError(f"attn_implementation={name!r} takes no mask of a token tree: give {' or '.join(MASKED)}")
 
 

@@ -1,9 +1,10 @@
-"""Grouped-query attention under a mask without copies of keys and values.
+"""Attention under a mask without copies of keys and values.
 
 Where several query heads share one head of keys and values, the library's ``sdpa`` attention repeats keys and values
-for every step of more than one token that has a mask: the whole cache is copied, in every layer. Here the query heads
-of a group are laid behind each other along the query axis instead: nothing is copied but the mask, once per step. It is
-the same sum, so that rounding alone differs. Used where it is faster, which is tried at load.
+for every step of more than one token that has a mask: the whole cache is copied, in every layer. There are two other
+ways. *Folded*, the query heads of a group are laid behind each other along the query axis: nothing is copied but the
+mask, once per step. *Our own* is :mod:`medusa.tree_attention`, on a processor, which copies nothing. They are the same
+sum, so that rounding alone differs. Used where they are faster, which is tried at load.
 
 One of the files that know transformers' models.
 
@@ -12,22 +13,26 @@ Dimensions: B rows, N new tokens, G query heads per head of keys and values, T s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from medusa.errors import UserError
-from medusa.family import FOLDED, LIBRARY
-from medusa.machine import seconds
+from medusa.family import FOLDED, LIBRARY, OWN
+from medusa.machine import own_seconds
 from medusa.parallel import agreed
 from medusa.selfcheck import check_tree
+from medusa.tree_attention import available, define, fits, in_trace, tree_attention
 
 if TYPE_CHECKING:
     from medusa.trunk import Trunk
@@ -35,8 +40,10 @@ if TYPE_CHECKING:
 Mask = Tensor | dict[str, Tensor | None] | None
 
 MOST = 64  # tokens: beyond that the products take the time, and G masks would be large
-TRIAL = 8, 512  # nodes and slots in view of the trial: a usual step
+TRIAL, TRIAL_SLOTS = (1, 8), 512  # nodes of each trial, and slots in view: plain decoding, and a usual tree
 ROUNDS = 9
+CLOSE = 1.2  # times the least: about as fast
+CHANGES = "softcap", "s_aux", "output_attentions"  # what attention is asked for beside the plain sum
 
 
 def groups(config: Any) -> int:
@@ -100,19 +107,45 @@ def _attend(
     return output.reshape(rows, heads, nodes, -1).transpose(1, 2).contiguous(), None
 
 
-def settle(trunk: Trunk, choose: bool = True) -> Trunk:
-    """Check a trunk (:func:`medusa.selfcheck.check_tree`), folded if its model can be and is faster here; return it.
+def own_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention [B, N, heads, D] by :mod:`medusa.tree_attention`, as an operation in traces; where that doesn't serve,
+    with gradients, or if a score is to be changed, the library's.
+    """
+    asked = [options.get(name) for name in CHANGES]
+    plain = dropout == 0.0 and position_bias is None and all(each is None or each is False for each in asked)
+    recorded = torch.is_grad_enabled() or torch.jit.is_tracing()
+    if plain and not recorded and fits(query, key, value, attention_mask):
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        attend = in_trace if is_compiling() else tree_attention
+        return attend(query, key, value, attention_mask, scale), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout, scaling, position_bias=position_bias, **options
+    )
 
-    One that is not exact folded stays as it was. ``choose=False``: it stays as it is.
+
+def settle(trunk: Trunk, choose: bool = True) -> Trunk:
+    """Check a trunk (:func:`medusa.selfcheck.check_tree`), with the attention that is fastest here; return it.
+
+    One that is not exact with another attention stays as it was. ``choose=False``: it stays as it is.
 
     Raises:
         UserError: it can't be driven exactly.
     """
-    if choose and _can_fold(trunk) and agreed(trunk.model, folding_pays(trunk)):
-        AttentionInterface.register(FOLDED, folded_attention)
-        AttentionMaskInterface.register(FOLDED, sdpa_mask)
+    name = agreed(trunk.model, fastest(trunk)) if choose and _can_change(trunk) else LIBRARY
+    if name != LIBRARY:
+        _register()
         try:
-            _attend_by(trunk, FOLDED)
+            _attend_by(trunk, name)
             check_tree(trunk)
         except UserError:
             _attend_by(trunk, LIBRARY)
@@ -122,9 +155,16 @@ def settle(trunk: Trunk, choose: bool = True) -> Trunk:
     return trunk
 
 
-def _can_fold(trunk: Trunk) -> bool:
+def _can_change(trunk: Trunk) -> bool:
     can = getattr(trunk.model, "_can_set_attn_implementation", lambda: False)
-    return groups(trunk.config) > 1 and getattr(trunk.config, "_attn_implementation", None) == LIBRARY and can()
+    return getattr(trunk.config, "_attn_implementation", None) == LIBRARY and can()
+
+
+def _register() -> None:
+    define()
+    for name, attend in ((FOLDED, folded_attention), (OWN, own_attention)):
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def _attend_by(trunk: Trunk, name: str) -> None:
@@ -132,23 +172,53 @@ def _attend_by(trunk: Trunk, name: str) -> None:
     trunk.copies = copies_in(trunk.config)
 
 
+@contextmanager
+def library_attention(*models: Any) -> Iterator[None]:
+    """Models with the library's own attention for a while, to compare with."""
+    names = {model: getattr(model.config, "_attn_implementation", None) for model in models}
+    changed = {model: name for model, name in names.items() if name in (FOLDED, OWN)}
+    for model in changed:
+        model.set_attn_implementation(LIBRARY)
+    try:
+        yield
+    finally:
+        for model, name in changed.items():
+            model.set_attn_implementation(name)
+
+
 @torch.inference_mode()
-def folding_pays(trunk: Trunk, clock: Callable[[Callable[[], object]], float] = seconds) -> bool:
-    """Whether one layer's attention over a usual tree is faster folded: tried in turns, some milliseconds in all."""
-    plane, copies, (nodes, total) = trunk.layers[0].keys, groups(trunk.config), TRIAL
+def fastest(trunk: Trunk, clock: Callable[..., float] = own_seconds) -> str:
+    """The attention that is fastest in one layer, for a token and for a tree: tried in turns, milliseconds in all.
+
+    Of two that are about as fast it is the one that copies less, so that luck on a busy machine seldom decides.
+    """
+    plane, ways = trunk.layers[0].keys, _ways(trunk)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS if len(ways) > 1 else 0):
+        for name, way in ways.items():
+            times[name].append(clock(way, plane.device))
+    middle = {name: median(tried or [0.0]) for name, tried in times.items()}
+    enough = CLOSE * min(middle.values())
+    return next(name for name in (OWN, FOLDED, LIBRARY) if middle.get(name, math.inf) <= enough)
+
+
+def _ways(trunk: Trunk) -> dict[str, Callable[[], object]]:
+    """The attentions that such a trunk can have, each tried over :data:`TRIAL`."""
+    plane, copies = trunk.layers[0].keys, groups(trunk.config)
     made = {"dtype": plane.dtype, "device": plane.device}
-    query = torch.ones(1, copies * plane.heads, nodes, plane.size, **made)  # type: ignore[call-overload]
-    key = torch.ones(1, plane.heads, total, plane.size, **made)  # type: ignore[call-overload]
-    mask = torch.zeros(1, 1, nodes, total, **made)  # type: ignore[call-overload]
     module: Any = torch.nn.Module()
     module.num_key_value_groups = copies
-    folded = _fold(mask, copies)
-    ways = {
-        FOLDED: lambda: folded_attention(module, query, key, key, folded),
-        LIBRARY: lambda: sdpa_attention_forward(module, query, key, key, mask),
-    }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
-        for name, way in ways.items():
-            times[name].append(clock(way))
-    return median(times[FOLDED]) < median(times[LIBRARY])
+    key = torch.zeros(1, plane.heads, TRIAL_SLOTS, plane.size, **made)  # type: ignore[call-overload]
+    queries = [torch.zeros(1, copies * plane.heads, nodes, plane.size, **made) for nodes in TRIAL]  # type: ignore[call-overload]
+    masks = [None if nodes == 1 else torch.zeros(1, 1, nodes, TRIAL_SLOTS, **made) for nodes in TRIAL]  # type: ignore[call-overload]
+
+    def tried(attend: Callable[..., object], copies: int = 1) -> Callable[[], object]:
+        given = [fold_mask(mask, copies) for mask in masks]
+        return lambda: [attend(module, query, key, key, mask) for query, mask in zip(queries, given, strict=True)]
+
+    ways = {LIBRARY: tried(sdpa_attention_forward)}
+    if copies > 1:
+        ways[FOLDED] = tried(folded_attention, copies)
+    if all(fits(query, key, key, mask) for query, mask in zip(queries, masks, strict=True)) and available():
+        ways[OWN] = tried(own_attention)
+    return ways

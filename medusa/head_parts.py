@@ -33,11 +33,13 @@ def like(x: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
 def bare(layer: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """What a layer computes for inputs of ``dtype``, without what a module does around it: on a small one that is half.
 
-    The layer itself where there is more to it: hooks, packed weights, a forward of its own, weights of another dtype.
+    The layer itself where there is more to it: hooks, a forward or a call of its own.
     """
-    usual = type(layer) in (nn.Linear, Linear, LowRank) and "forward" not in vars(layer)
-    if not usual or layer._forward_hooks or layer._forward_pre_hooks or layer.weight.dtype != dtype:
+    own = "forward" in vars(layer) or type(layer).__call__ is not nn.Module.__call__
+    if own or layer._forward_hooks or layer._forward_pre_hooks:
         return layer
+    if type(layer) not in (nn.Linear, Linear, LowRank) or layer.weight.dtype != dtype:
+        return lambda x: type(layer).forward(layer, x)  # asked each time: what is packed may be unpacked
     weight, bias = layer.weight, layer.bias
     return lambda x: nn.functional.linear(x, weight, bias)
 

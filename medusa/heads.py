@@ -146,7 +146,7 @@ class MedusaHeads(Bound):
         for head in range(config.num):
             made = new_head(config, head, sizes)
             # Before the start is copied: a detour by fp32 would round fp64 weights.
-            made.to(output.weight.device, dtype or trunk.dtype)
+            made.to(trunk.device, dtype or trunk.dtype)
             if made.projection is not None and start is not None:
                 made.projection.load_state_dict(start)
             if made.markov is not None and initialise:

@@ -15,8 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from medusa.largest import largest
 from medusa.processors import Prefixes, Row, process
-from medusa.sampling import TOKEN, Chance, HashDraws, SamplingParams, largest, to_probs
+from medusa.sampling import TOKEN, Chance, HashDraws, SamplingParams, to_probs
 from medusa.tree import DraftTree
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' protocol: (input_ids [1, T], scores [1, V]) -> scores
@@ -107,6 +108,11 @@ class Laws:
         for row in self._along:
             self._choose_along(row, choice_BN)
         return choice_BN
+
+    @property
+    def greedy_BNV(self) -> Tensor | None:
+        """What the trunk's tokens are the largest of, where that is all there is to them; else None."""
+        return self._logits_BNV if self.chance.greedy and not self._along else None
 
     def _choose_along(self, row: int, choice_BN: Tensor) -> None:
         """Fill in one row's choices from the root down to where no child agrees."""

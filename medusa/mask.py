@@ -10,14 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from medusa.tree import Shape, as_bias
+from medusa.biases import as_bias
+from medusa.tree import Shape
+from medusa.uploads import upload
 
 
 def chain_shape(size: int, device: torch.device | str) -> Shape:
     """``Shape.static`` of a chain of ``size`` nodes, made without matrix products, since it may be long."""
     nodes = torch.arange(size, device=device)
-    ancestors = torch.ones(1, size, size, dtype=torch.bool, device=device).tril()
-    return Shape(ancestors, nodes[None], (nodes[None] - 1).clamp(min=0), torch.where(ancestors, nodes, -1))
+    paths = torch.where(torch.ones(1, size, size, dtype=torch.bool, device=device).tril(), nodes, -1)
+    return Shape(nodes[None], (nodes[None] - 1).clamp(min=0), paths)
 
 
 def positions(shape: Shape, lengths: Sequence[int], horizon: int | None) -> Tensor:
@@ -31,7 +33,7 @@ def positions(shape: Shape, lengths: Sequence[int], horizon: int | None) -> Tens
         if len(positions_BN) < len(lengths):
             positions_BN = positions_BN.expand(len(lengths), -1)
     else:
-        positions_BN = torch.tensor(lengths, device=shape.depths.device)[:, None] + shape.depths
+        positions_BN = upload(lengths, shape.depths.device)[:, None] + shape.depths
     if horizon is not None and max(lengths) + shape.levels > horizon:
         return positions_BN.clamp(max=horizon - 1)
     return positions_BN
@@ -51,7 +53,7 @@ def attention_bias(
     if window is not None and max(lengths) + shape.levels <= window:
         window = None  # the window reaches back to the start of every row
     if window is None and len(set(lengths)) == 1 and total == lengths[0] + size:
-        return None if size == 1 else _without(shape.bias_behind(lengths[0], dtype), known)
+        return None if size == 1 else _without(shape.biases.behind(shape.paths, lengths[0], dtype), known)
     return _without(_ragged_bias(shape, lengths, total, dtype, window), known)
 
 
@@ -64,7 +66,7 @@ def bias_of(seen_BnN: Tensor, lengths: Sequence[int], total: int, dtype: torch.d
     if len(set(lengths)) == 1 and total == lengths[0] + seen_BnN.shape[-1]:
         return torch.nn.functional.pad(as_bias(seen_BnN, dtype), (lengths[0], 0))[:, None]
     size = seen_BnN.shape[-1]
-    slot_BT = torch.arange(total, device=seen_BnN.device) - torch.tensor(lengths, device=seen_BnN.device)[:, None]
+    slot_BT = torch.arange(total, device=seen_BnN.device) - upload(lengths, seen_BnN.device)[:, None]
     index_BnT = slot_BT.clamp(0, size - 1)[:, None].expand(-1, seen_BnN.shape[1], -1)
     seen_BnT = (seen_BnN.gather(2, index_BnT) & (slot_BT < size)[:, None]) | (slot_BT < 0)[:, None]
     return as_bias(seen_BnT, dtype)[:, None]
@@ -72,7 +74,7 @@ def bias_of(seen_BnN: Tensor, lengths: Sequence[int], total: int, dtype: torch.d
 
 def _ragged_bias(shape: Shape, lengths: Sequence[int], total: int, dtype: torch.dtype, window: int | None) -> Tensor:
     size, rows, device = shape.depths.shape[-1], len(lengths), shape.depths.device
-    length_B1 = torch.tensor(lengths, device=device)[:, None]
+    length_B1 = upload(lengths, device)[:, None]
     slot_BT = torch.arange(total, device=device) - length_B1  # < 0: the prefix; 0 .. N-1: the tree's nodes
     node_BT = slot_BT.clamp(0, size - 1)
     index_BNT = node_BT[:, None, :].expand(rows, size, total)

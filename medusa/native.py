@@ -79,11 +79,11 @@ def _key(source: Path, compiler: str) -> str:
     """What the compiled file depends on: folders are shared by machines, and a processor knows only its own words."""
     real = Path(compiler).resolve()
     stat = real.stat()
-    parts = [source.read_bytes(), str((COMMON, OWN, str(real), stat.st_size, stat.st_mtime_ns)).encode(), _processor()]
+    parts = [source.read_bytes(), str((COMMON, OWN, str(real), stat.st_size, stat.st_mtime_ns)).encode(), processor()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _processor() -> bytes:
+def processor() -> bytes:
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return repr((platform.machine(), platform.processor(), platform.node())).encode()

@@ -15,6 +15,7 @@ from torch import Tensor
 from medusa.cache import SlotCache
 from medusa.mask import chain_shape
 from medusa.tree import DraftTree
+from medusa.uploads import upload
 
 if TYPE_CHECKING:
     from medusa.trunk import Trunk, TrunkOutput
@@ -40,7 +41,7 @@ def prefill(
     for start in range(CHUNK, ids_BT.shape[1], CHUNK):
         left = [new - start for new in lengths]
         *last, output = _read(trunk, ids_BT[:, start : start + CHUNK], left, cache, layers)
-        goes_on_B1 = torch.tensor(left, device=ids_BT.device)[:, None] > 0
+        goes_on_B1 = upload([new > 0 for new in left], ids_BT.device)[:, None]
         logits_BV, state_BD = (
             torch.where(goes_on_B1, new, old) for new, old in zip(last, (logits_BV, state_BD), strict=True)
         )
@@ -54,8 +55,9 @@ def _read(
 ) -> tuple[Tensor, Tensor, TrunkOutput]:
     """One forward. ``lengths`` may go beyond T, or be below 1: no row then reads more than T tokens, or any."""
     size, device, held = ids_BT.shape[1], ids_BT.device, cache.lengths
-    last_B = torch.tensor(lengths, device=device).clamp(1, size) - 1
-    kept = torch.unique(last_B)  # logits of these columns alone: all of them would be T x V per row
+    last = [min(max(new, 1), size) - 1 for new in lengths]
+    columns = sorted(set(last))  # logits of these alone: all of them would be T x V per row
+    kept = upload(columns, device)
     if cache.longest:
         tree = DraftTree(chain_shape(size, device), ids_BT, torch.ones_like(ids_BT, dtype=torch.bool))
         output = trunk.tree_forward(tree, cache, kept, layers=layers)
@@ -65,4 +67,5 @@ def _read(
         output = trunk.forward(ids_BT, cache, None, positions_BT, keep=kept, layers=layers)
     cache.set_lengths([length + min(max(new, 0), size) for length, new in zip(held, lengths, strict=True)])
     rows_B = torch.arange(len(lengths), device=device)
-    return output.logits[rows_B, torch.searchsorted(kept, last_B)], output.hidden[rows_B, last_B], output
+    place_B, last_B = upload([[columns.index(each) for each in last], last], device)
+    return output.logits[rows_B, place_B], output.hidden[rows_B, last_B], output

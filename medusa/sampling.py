@@ -18,6 +18,8 @@ from torch import Tensor
 
 from medusa import filters
 from medusa.errors import UserError
+from medusa.largest import largest
+from medusa.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,6 @@ class SamplingParams:
         return replace(self, seed=0) if self.seed else self
 
 
-SOME = 1 << 14  # values that take less to be looked at than to be handed to numpy
-
-
 def to_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return each node's law: ``logits`` [B, N, V] -> probabilities of the same shape, one-hot where temperature is 0.
 
@@ -94,20 +93,6 @@ def to_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def _one_hot(logits: Tensor) -> Tensor:
     return torch.zeros_like(logits).scatter_(-1, largest(logits)[..., None], 1.0)
-
-
-def largest(values: Tensor) -> Tensor:
-    """Where each row's largest value stands, the first of equals: [.., V] -> int64 [..].
-
-    torch's own looks at one value after the other on a CPU, numpy's at many: a twelfth of the time at V = 49,152.
-    """
-    if values.device.type != "cpu":
-        return values.max(-1).indices
-    if values.numel() <= SOME:
-        return values.argmax(-1)
-    if values.dtype not in (torch.float32, torch.float64):
-        values = values.float()  # exact, and in the same order
-    return torch.as_tensor(values.detach().numpy().argmax(-1))
 
 
 def _soft(logits: Tensor, param: SamplingParams) -> Tensor:
@@ -189,7 +174,7 @@ class HashDraws:
 
     def uniform(self, key: Key) -> Tensor:
         """Uniform numbers in [0, 1), float64 [B, N]."""
-        if key.position_BN.numel() <= FEW and not key.position_BN.is_cuda:
+        if key.position_BN.numel() <= FEW and key.position_BN.device.type == "cpu":
             return _few(key)
         state = _mix(key.seed_B.long()[:, None] * _GOLDEN + (key.purpose + (key.index << 8)))
         bits = _mix(state + (key.position_BN.long() + 1) * _GOLDEN)
@@ -229,13 +214,27 @@ def draw(probs_BNV: Tensor, uniform_BN: Tensor) -> Tensor:
     A token of probability 0 is never drawn: the comparison is strict, and the target stays below the sum reached.
     """
     cumulative = probs_BNV.double().cumsum(-1)
+    if cumulative.device.type != "cpu":
+        return _drawn_apart(cumulative, probs_BNV, uniform_BN)
     total = cumulative[..., -1:]
-    target = torch.minimum(uniform_BN[..., None] * total, total.nextafter(torch.zeros_like(total)))  # < total
+    target = _below(total, uniform_BN)
     return (cumulative <= target).sum(-1).clamp_(max=probs_BNV.shape[-1] - 1)  # the limit: a law of zeros
 
 
+def _drawn_apart(cumulative: Tensor, probs_BNV: Tensor, uniform_BN: Tensor) -> Tensor:
+    """The same where sums are made in parallel, so that they rise and fall by rounding where nothing is added too."""
+    cumulative = cumulative.masked_fill(probs_BNV <= 0, 0.0)  # beyond no target
+    target = _below(cumulative.amax(-1, keepdim=True), uniform_BN)
+    return (cumulative > target).byte().argmax(-1)  # the first
+
+
+def _below(total: Tensor, uniform_BN: Tensor) -> Tensor:
+    """Where a uniform number falls in [0, total): [B, N, 1]."""
+    return torch.minimum(uniform_BN[..., None] * total, total.nextafter(torch.zeros_like(total)))
+
+
 class Chance:
-    """The random choices of one step of a batch.
+    """The random choices of one step of a batch. ``roots`` are the rows' root tokens, where the host knows them.
 
     Args:
         params: how each row is sampled.
@@ -244,6 +243,8 @@ class Chance:
         device: where they are needed.
     """
 
+    roots: Sequence[int] | None = None
+
     def __init__(
         self, params: Sequence[SamplingParams], after: Sequence[int], draws: Draws, device: torch.device | str
     ) -> None:
@@ -251,21 +252,29 @@ class Chance:
         self.after = after
         self.draws = draws
         self.device = device
-        self.greedy = all(param.temperature == 0 for param in params)
-        self.some_greedy = any(param.temperature == 0 for param in params)
+
+    @cached_property
+    def greedy(self) -> bool:
+        """Whether no row has any choice."""
+        return all(param.temperature == 0 for param in self.params)
+
+    @cached_property
+    def some_greedy(self) -> bool:
+        """Whether some row has none."""
+        return any(param.temperature == 0 for param in self.params)
 
     @cached_property
     def greedy_B(self) -> Tensor:
         """Bool [B]: the rows without any choice."""
-        return torch.tensor([param.temperature == 0 for param in self.params], device=self.device)
+        return upload([param.temperature == 0 for param in self.params], self.device)
 
     @cached_property
     def _seed_B(self) -> Tensor:
-        return torch.tensor([param.seed for param in self.params], device=self.device)
+        return upload([param.seed for param in self.params], self.device)
 
     @cached_property
     def _after_B1(self) -> Tensor:
-        return torch.tensor(self.after, device=self.device)[:, None]
+        return upload(self.after, self.device)[:, None]
 
     def only(self, row: int) -> Chance:
         """The choices of one row alone, which are the same."""

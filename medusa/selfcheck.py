@@ -92,7 +92,7 @@ def check_projection(trunk: Trunk) -> None:
         )
     # with an adapter on it, heads start from the base's
     parts = () if hasattr(head, "base_layer") else (weight, None if head.bias is None else whole(head.bias.data))
-    own = trunk.project(output.hidden, *parts)
+    own = trunk.project(output.hidden, *(part if part is None else part.to(output.hidden.device) for part in parts))
     error = (own - output.logits).abs().max().item()
     if not error <= 1e-2 * max(1.0, output.logits.abs().max().item()):
         raise UserError(
@@ -116,6 +116,8 @@ def projects_directly(trunk: Trunk) -> bool:
         state = getattr(body(**trunk.arguments(ids)), "last_hidden_state", None)
     except TypeError:  # a body with other arguments than the whole model's
         return False
-    if state is None or not torch.equal(state, output.hidden) or state.shape[-1] != trunk.hidden_size:
+    if state is None or state.device != output.hidden.device:  # over several devices, whole models bring it back
+        return False
+    if not torch.equal(state, output.hidden) or state.shape[-1] != trunk.hidden_size:
         return False
     return torch.equal(trunk.project(state), output.logits)

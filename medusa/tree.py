@@ -9,14 +9,16 @@ Dimensions: B batch, N nodes (the root included), R ranks, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from medusa.biases import Biases
 from medusa.errors import UserError
+from medusa.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Topology:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Depth of the deepest node: the number of heads the tree needs."""
         return max(self.depths)
@@ -179,16 +181,17 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
 class Shape:
     """What verification needs of a tree's shape; the leading dimension is 1 where all rows share it.
 
-    ``ancestors`` bool [B|1, N, N], ``depths`` int64 [B|1, N], ``parents`` int64 [B|1, N] with the root its own
-    parent, so that it can be used to gather; ``paths`` int64 [B|1, N, A] lists the way from the root to each node,
-    -1 beyond it, where A is a bound on depth + 1 known to the host. ``topology`` is given where that knows it.
+    ``depths`` int64 [B|1, N], ``parents`` int64 [B|1, N] with the root its own parent, so that it can be used to
+    gather; ``paths`` int64 [B|1, N, A] lists the way from the root to each node, -1 beyond it, where A is a bound on
+    depth + 1 known to the host. ``topology`` is given where that knows it. ``biases`` holds the masks of shapes that
+    follow each other, one at a time; left out, the shape has its own.
     """
 
-    ancestors: Tensor
     depths: Tensor
     parents: Tensor
     paths: Tensor
     topology: Topology | None = None
+    biases: Biases = field(default_factory=Biases)
 
     @classmethod
     def of(cls, parents: Tensor, levels: int | None = None) -> Shape:
@@ -200,18 +203,24 @@ class Shape:
         column = torch.where(ancestors, depths[:, None, :], levels)
         nodes = torch.arange(parents.shape[-1], device=parents.device).expand_as(column)
         paths = column.new_full((*parents.shape, levels + 1), -1).scatter_(2, column, nodes)[..., :-1]
-        return cls(ancestors, depths, parents.clamp(min=0), paths)
+        return cls(depths, parents.clamp(min=0), paths)
 
     @classmethod
     def static(cls, topology: Topology, device: torch.device | str) -> Shape:
         """The shape shared by all rows of a static tree: made once per topology and device."""
-        shape = cls.of(torch.tensor([topology.parents], device=device), topology.depth + 1)
-        return replace(shape, topology=topology)
+        return replace(cls.of(upload([topology.parents], device), topology.depth + 1), topology=topology)
 
-    @property
+    @cached_property
     def levels(self) -> int:
         """A: no node is deeper than this less one."""
         return self.paths.shape[-1]
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """Bool [B|1, N, N]: entry ``(i, j)`` says that ``j`` is ``i`` or an ancestor of ``i``."""
+        rows, size, _ = self.paths.shape
+        ancestors = torch.zeros(rows, size, size + 1, dtype=torch.bool, device=self.paths.device)
+        return ancestors.scatter_(2, self.paths + 1, True)[..., 1:]  # -1 falls into a column that is dropped
 
     @cached_property
     def off_path(self) -> Tensor:
@@ -228,22 +237,20 @@ class Shape:
 
     @cached_property
     def children(self) -> Tensor:
-        """Int64 [B|1, N, C]: each node's children in the order of their numbers, -1 beyond the last.
-
-        C, the most children of any node, is asked of the host: once per shape, and a static tree has one shape.
-        """
+        """Int64 [B|1, N, C]: each node's children by their numbers, -1 beyond the last; C is the most of any node."""
         nodes = torch.arange(self.parents.shape[-1], device=self.parents.device).expand_as(self.parents)
         below = torch.where(nodes > 0, self.parents, -1)
         place = (below[..., None] == below[:, None, :]).tril(-1).sum(-1)  # elder siblings
-        most = int(place.amax()) + 1
+        most = max(self.widths, default=1)
         children = nodes.new_full((nodes.shape[0], (nodes.shape[1] + 1) * most), -1)  # the first row takes the root
         children.scatter_(1, (below + 1) * most + place, nodes)
         return children.unflatten(1, (-1, most))[:, 1:]
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """The most children of any node of each depth; asked of the host as ``children`` is."""
-        counts, depths = (self.children >= 0).sum(-1), self.depths.expand(self.children.shape[:2])
+        """The most children of any node of each depth, asked of the device: once, as a static tree has one shape."""
+        below, depths = self.parents[:, 1:], self.depths.expand_as(self.parents)
+        counts = torch.zeros_like(self.parents).scatter_add(1, below, torch.ones_like(below))
         most = counts.new_zeros(self.levels).scatter_reduce(0, depths.flatten(), counts.flatten(), "amax")
         return tuple(width for width in most.tolist() if width)
 
@@ -253,23 +260,13 @@ class Shape:
             return self.paths[0].index_select(0, last_B)
         return self.paths[torch.arange(len(last_B), device=last_B.device), last_B]
 
-    def bias_behind(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B|1, 1, N, length + N] of the tree behind a prefix that every node sees.
 
-        A view into one buffer, zeros and then the tree: a longer prefix begins further left. It grows by doubling.
-        """
-        bias = self._buffer.get(dtype)
-        size = self.depths.shape[-1]
-        if bias is None or bias.shape[-1] < length + size:
-            room = 2 * max(length, 128)
-            bias = torch.nn.functional.pad(as_bias(self.ancestors, dtype), (room, 0))[:, None]
-            self._buffer[dtype] = bias
-        bias = bias[..., bias.shape[-1] - size - length :]
-        return bias.contiguous() if bias.is_cuda else bias  # CUDA's kernels want aligned rows
+class Row(NamedTuple):
+    """A row's nodes as the host knows them: parents (the root's is any number), tokens, and which are no fillers."""
 
-    @cached_property
-    def _buffer(self) -> dict[torch.dtype, Tensor]:
-        return {}
+    parents: Sequence[int]
+    tokens: Sequence[int]
+    valid: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -292,8 +289,3 @@ class DraftTree:
     def size(self) -> int:
         """Number of nodes N, the root and fillers included."""
         return self.tokens_BN.shape[1]
-
-
-def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bool -> additive mask: 0 where seen, else the dtype's minimum."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

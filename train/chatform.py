@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from medusa.data.chat import ChatTemplate
+from medusa.data.records import Message
 from medusa.encoding import encode
-from medusa.errors import UserError, reason
+from medusa.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Message = dict[str, Any]
 
 # Said in place of the user and the assistant. Letters alone, which every tokenizer knows; the first ones differ, so
 # that no token of what stands before belongs to one of them and passes for all.
@@ -41,7 +41,7 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) ->
     Raises:
         UserError: the template refuses the messages or writes two BOS, or the tokenizer lacks a character.
     """
-    ids = encode(tokenizer, _render(tokenizer, messages, opening=True))
+    ids = ChatTemplate(tokenizer).ids(messages, opening=True)
     if not ids:
         raise UserError("the chat template writes nothing for a prompt: give a trunk with another one")
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
@@ -63,16 +63,17 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, system: str | None = None, bar
     Raises:
         UserError: the template does not show where a turn begins or ends.
     """
+    template = ChatTemplate(tokenizer)
     start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    rendered = [_render(tokenizer, [*start, _user(probe)], opening=True) for probe in PROBES]
+    rendered = [template.render([*start, _user(probe)], opening=True) for probe in PROBES]
     before, after = _around(rendered[0], PROBES[0])
     if bare:
-        header = _bare_header(tokenizer, before)
+        header = _bare_header(template, before)
         rendered = [header + probe + after for probe in PROBES]
     header_ids = _shared([encode(tokenizer, text) for text in rendered])
     if not header_ids:
         raise UserError("the chat template puts nothing before what a user says: give prompts by --prompts")
-    _, closing = _around(_render(tokenizer, [*start, _user(PROBES[0])], opening=False), PROBES[0])
+    _, closing = _around(template.render([*start, _user(PROBES[0])]), PROBES[0])
     return UserTurn(header_ids, *_end(tokenizer, closing.strip() or after.strip()))
 
 
@@ -81,11 +82,11 @@ def marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()} - {""}, key=len, reverse=True)
 
 
-def _bare_header(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
+def _bare_header(template: ChatTemplate, before: str) -> str:
     """What stands between the end of an assistant's turn and the user's next words, with the BOS that opens a text."""
     turns = [_user(PROBES[0]), {"role": "assistant", "content": REPLY}]
-    _, end = _around(_render(tokenizer, turns, opening=False), REPLY)
-    _, rest = _around(_render(tokenizer, [*turns, _user(PROBES[1])], opening=False), REPLY)
+    _, end = _around(template.render(turns), REPLY)
+    _, rest = _around(template.render([*turns, _user(PROBES[1])]), REPLY)
     between, _ = _around(rest, PROBES[1])
     # trailing white space may be of the text's end, not of the turn's
     end = end if between.startswith(end) else end.rstrip()
@@ -94,7 +95,7 @@ def _bare_header(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
             "the chat template does not show where a later turn of the user's begins: leave out --own.bare, or give"
             " prompts by --prompts"
         )
-    header, bos = between[len(end) :], tokenizer.bos_token
+    header, bos = between[len(end) :], template.tokenizer.bos_token
     opens = bool(bos) and before.startswith(bos) and not header.startswith(bos)
     return (bos if opens else "") + header
 
@@ -110,17 +111,6 @@ def _end(tokenizer: PreTrainedTokenizerBase, closing: str) -> tuple[str, int | N
 
 def _user(text: str) -> Message:
     return {"role": "user", "content": text}
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], opening: bool) -> str:
-    try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening)
-    except Exception as error:  # a template is code that came with the model: it raises anything
-        raise UserError(
-            f"the chat template refuses {[message.get('role') for message in messages]} ({reason(error)}): give the"
-            " messages as this model takes them"
-        ) from error
-    return str(text)
 
 
 def _around(text: str, probe: str) -> tuple[str, str]:

@@ -111,8 +111,10 @@ class CalibrationConfig:
     rounds: int = ROUNDS
 
     def __post_init__(self) -> None:
-        if not self.sizes or min(self.sizes) < 1 or self.rounds < 1:
-            raise UserError(f"calibration.sizes={list(self.sizes)}, rounds={self.rounds}: give numbers from 1 up")
+        if not self.sizes or min(self.sizes) < 1:
+            raise UserError(f"calibration.sizes={list(self.sizes)}: give one or more numbers of nodes, from 1 up")
+        if self.rounds < 1:
+            raise UserError(f"calibration.rounds={self.rounds}: give at least 1")
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,8 @@ class TrainConfig:
             way = "char or bpe for a new trunk" if self.trunk.name is None else "trunk: this trunk has its own"
             raise UserError(f"data.tokenizer={self.data.tokenizer!r}: use {way}")
         self._check_drafters()
+        if self.eagle is not None:
+            self._check_eagle(self.eagle.version)
         if self.own_text is not None:
             self.own_text.new_tokens(self.data.block)
         if self.trunk.new is not None:
@@ -208,20 +212,24 @@ class TrainConfig:
                 f"data.block={self.data.block} and heads.num={self.heads.num}: the last head predicts"
                 f" {self.heads.num + 1} tokens ahead, so make the block at least {self.heads.num + 2}"
             )
-        if self.eagle is not None and self.eagle.version == 3 and self.eagle_training.feature_weight:
+
+    def _check_eagle(self, version: int) -> None:
+        """Refuse options that a layer of this version has no use for, and rows too short for its passes."""
+        training = self.eagle_training
+        if version == 3 and training.feature_weight:
             raise UserError(
-                f"eagle_training.feature_weight={self.eagle_training.feature_weight} with eagle.version=3: its states"
-                " are its own and not to be the trunk's; set it to 0, or take version 1"
+                f"eagle_training.feature_weight={training.feature_weight} with eagle.version=3: its states are its own"
+                " and not to be the trunk's; set it to 0, or take version 1"
             )
-        if self.eagle is not None and self.eagle.version == 3 and self.eagle_training.cache_states is True:
+        if version == 3 and training.cache_states is True:
             raise UserError(
                 "eagle_training.cache_states=true with eagle.version=3: it reads states of inner layers, and the last"
                 " ones alone are kept; set it to auto or false, or take version 1"
             )
-        if self.eagle is not None and self.data.block < (least := self.eagle_training.passes + 2):
+        if self.data.block < (least := training.passes + 2):
             raise UserError(
-                f"data.block={self.data.block} and eagle_training.passes={self.eagle_training.passes}: the last pass"
-                f" predicts {least - 1} tokens ahead, so make the block at least {least}"
+                f"data.block={self.data.block} and eagle_training.passes={training.passes}: the last pass predicts"
+                f" {least - 1} tokens ahead, so make the block at least {least}"
             )
 
     def check_context(self, context: int) -> None:

@@ -95,8 +95,9 @@ def _prepare(args: jsonargparse.Namespace) -> Distillation:
         raise UserError(f"no file {source}: give one with a prompt per line by --prompts, or leave that out")
     if isinstance(source, Path) and own != OwnPrompts():
         raise UserError("--prompts and --own: the one reads prompts, the other has them written, give one of the two")
-    if args.rows < 1 or (args.threads is not None and args.threads < 1):
-        raise UserError(f"rows={args.rows}, threads={args.threads}: give at least 1")
+    for name in ("rows", "threads"):
+        if args[name] is not None and args[name] < 1:
+            raise UserError(f"{name}={args[name]}: give at least 1")
     Places.at(args.out)  # before gigabytes are read
     if not sys.stderr.isatty():
         logging.disable_progress_bar()

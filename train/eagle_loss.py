@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from medusa.eagle import EagleLayer
 
-from .loss import FIRST, HeadLoss, default_chunk, pair_mask
-from .objectives import Teacher, hard, soft
+from .loss import HeadLoss, default_chunk
+from .objectives import Teacher, score
+from .pairs import FIRST, Pairs
 
 
 class EagleLoss(NamedTuple):
@@ -53,7 +54,7 @@ def eagle_loss(
     taught: bool = False,
     features: bool = False,
 ) -> EagleLoss:
-    """Loss of every pass on every pair that :func:`medusa.train.loss.pair_mask` lets count.
+    """Loss of every pass on every pair that :func:`medusa.train.pairs.pair_mask` lets count.
 
     Args:
         layer: the layer; its projection, if it has its own, gets gradients, the trunk's never does.
@@ -71,21 +72,14 @@ def eagle_loss(
     hidden_MD, columns_M = hidden_BTD.flatten(0, 1), layer.columns(labels_BT.flatten())
     whole = max(1, chunk * width // layer.trunk.vocab_size)  # rows of all tokens as large as a chunk
     work = _Work(layer, columns_M, Teacher.of(layer, None, hidden_MD, whole) if taught else None)
-    sums, distances, counts, hits, outside = [], [], [], [], []
+    parts, distances = [], []
     for step, state_BTD in enumerate(states):
-        index_N = pair_mask(labels_BT, segments_BT, step).flatten().nonzero()[:, 0] + step
+        pairs = Pairs.of(labels_BT, segments_BT, columns_M, step)
         state_MD = torch.nn.functional.pad(state_BTD, (0, 0, 0, 1)).flatten(0, 1)  # counted as tokens are
-        inside_N = columns_M[index_N + FIRST] >= 0
-        counts.append(index_N.numel())
-        outside.append(index_N.numel() - inside_N.sum())
+        index_N = pairs.index_N + step
         distances.append(_distance(state_MD[index_N], hidden_MD[index_N + 1]) if features else state_MD.new_zeros(()))
-        index_N = index_N if taught else index_N[inside_N]
-        loss, hit = work.score(state_MD, index_N, chunk)
-        sums.append(loss)
-        hits.append(hit)
-    top1_K, top5_K = torch.stack(hits, 1)
-    counts_K = torch.tensor(counts, device=labels_BT.device)
-    of_tokens = HeadLoss(torch.stack(sums), counts_K, top1_K, top5_K, weights_K, torch.stack(outside))
+        parts.append((pairs, *work.score(state_MD, pairs.scored(taught) + step, chunk)))
+    of_tokens = HeadLoss.of(parts, weights_K)
     return EagleLoss(of_tokens, torch.stack(distances).to(of_tokens.loss_sums_K.dtype))
 
 
@@ -127,15 +121,9 @@ class _Scored(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_CV: Tensor, index_C: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
-        column_C1 = work.columns_M[index_C + FIRST][:, None]
-        law_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
-        # Counted from below: a NaN is then a miss, not a hit.
-        rank_C1 = law_CV.shape[1] - 1 - (law_CV < law_CV.gather(1, column_C1.clamp(min=0))).sum(1, keepdim=True)
-        hits = torch.stack([((rank_C1 < best) & (column_C1 >= 0)).sum() for best in (1, 5)])
-        if work.teacher is None:
-            loss, gradient_CV = hard(law_CV, column_C1)
-        else:
-            loss, gradient_CV = soft(law_CV, work.teacher.law(index_C + FIRST - 1).to(law_CV.dtype))
+        target_C = index_C + FIRST
+        column_C1 = work.columns_M[target_C][:, None]
+        loss, hits, gradient_CV = score(logits_CV, column_C1, work.teacher, target_C - 1)
         ctx.save_for_backward(gradient_CV.to(logits_CV.dtype))
         ctx.mark_non_differentiable(hits)
         return loss, hits

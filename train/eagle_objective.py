@@ -17,7 +17,8 @@ from medusa.trunk import TrunkOutput
 
 from .eagle_loss import EagleLoss, eagle_loss
 from .loop import DraftTrainer, positions_of
-from .loss import count_pairs, weights
+from .loss import weights
+from .pairs import count_pairs
 from .states import States
 from .training import EagleTraining
 

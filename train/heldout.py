@@ -99,17 +99,36 @@ def judge_ranks(grown_on: Sequence[Tensor], ranks: Sequence[Tensor], nodes: int)
     }
 
 
-class HeadsEvaluation(Best):
-    """Counts tokens per step on the trunk's own continuations, and keeps the heads that brought the most."""
+class DraftEvaluation(Best):
+    """Counts tokens per step on the trunk's own continuations, and keeps what drafted the most.
 
-    def __init__(self, heads: MedusaHeads, held: Continuations, nodes: int) -> None:
-        super().__init__(heads)
-        self.heads = heads
-        self.held = held
-        self.nodes = nodes
+    Args:
+        module: what drafts.
+        held: the continuations.
+        nodes: size of the tree.
+    """
+
+    def __init__(self, module: nn.Module, held: Continuations, nodes: int) -> None:
+        super().__init__(module)
+        self.held, self.nodes = held, nodes
+
+    def ranks(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of both halves of the continuations where the true tokens stand: what grows a tree, and what judges it."""
+        raise NotImplementedError
 
     def __call__(self, step: int) -> dict[str, Any]:
-        """Evaluate the heads as they are after ``step`` steps (see :func:`judge`)."""
-        tree, figures = judge(self.heads, self.held, self.nodes)
+        """Evaluate what drafts as it is after ``step`` steps (see :func:`judge`)."""
+        tree, figures = judge_ranks(*self.ranks(), self.nodes)
         self.offer(step, figures["tokens_per_step"], tree)
         return figures
+
+
+class HeadsEvaluation(DraftEvaluation):
+    """The heads' own."""
+
+    module: MedusaHeads
+
+    def ranks(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Head by head."""
+        first, second = (head_ranks(self.module, half) for half in self.held.halves())
+        return first, second

@@ -158,6 +158,10 @@ class Job:
         self.report(f"{stage}: drafts from {size:,} tokens, which are {covered:.1%} of the text")
         return ids
 
+    def amount(self, training: Training) -> str:
+        """How much a stage trains, as its first line says it."""
+        return f"{training.steps} steps of {training.batch} x {self.config.data.block} tokens"
+
     def rows(self, stage: str, training: Training) -> Any:
         """The rows to train a stage on.
 

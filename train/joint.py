@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from medusa.calibrate import Continuations, continuations
 from medusa.checkpoint import load_heads, save_heads, save_tree
 from medusa.heads import MedusaHeads
+from medusa.tree import Topology
 from medusa.trunk import Trunk
 
 from .checkpoints import Saved, told
@@ -27,11 +28,11 @@ from .config import EvaluationConfig
 from .distill import repeated_share
 from .heldout import Best, judge, text_loss
 from .joint_loss import JointLoss, heads_weight, trunk_loss
-from .loop import HeadsObjective, HeadsTrainer, checkpoint_activations, kept_in, positions_of
+from .loop import HeadsObjective, HeadsTrainer, checkpoint_activations, positions_of
 from .lora import Adapter
-from .loss import pair_mask
 from .newtrunk import digest, digest_weights, load_trunk, save_model
 from .optim import adamw
+from .pairs import pair_mask
 from .record import AGAIN, MERGED
 from .training import HeadsTraining, JointTraining
 
@@ -198,25 +199,21 @@ def make_joint(job: Job, heads: MedusaHeads, training: JointTraining) -> MedusaH
     config, trunk, folder = job.config, heads.trunk, job.folder / MERGED
     settings = {"trunk": trunk.fingerprint()}
     settings |= job.settings("seed", "data", "heads", "heads_training", "joint", "evaluation")
-    place = replace(config.trunk, name=str(folder), new=None, revision=None)
     if job.is_made("joint", settings, folder):
-        return load_heads(job.folder, load_trunk(place, job.folder))
+        return load_heads(job.folder, _load_merged(job))
     saved = job.record.resumable("joint", settings)
     rows, heldout = job.rows("joint", training), job.corpus.heldout_rows()
     held = job.held(trunk) if saved is None else None
     start = job.begin("joint", saved)
     before, loss_before = digest(trunk), text_loss(trunk.model, heldout)
-    adapter, heads = Adapter(trunk, training, config.seed), heads.to(kept_in(config.heads_training, trunk))
+    adapter, heads = Adapter(trunk, training, config.seed), heads.to(config.heads_training.kept_in(trunk.dtype))
     checkpoint_activations(trunk.model, training)
     objective = JointObjective(heads, adapter, config.heads_training, training)
     size = sum(parameter.numel() for parameter in adapter.parameters())
-    job.report(
-        f"joint: an adapter of rank {training.rank}, {size:,} parameters, with the heads, {training.steps} steps of"
-        f" {training.batch} x {config.data.block} tokens"
-    )
-    evaluation = JointEvaluation(
-        objective, job.corpus.heldout_prompts(config.evaluation), heldout, config.evaluation, training
-    )
+    about = f"an adapter of rank {training.rank}, {size:,} parameters, with the heads"
+    job.report(f"joint: {about}, {job.amount(training)}")
+    prompts = job.corpus.heldout_prompts(config.evaluation)
+    evaluation = JointEvaluation(objective, prompts, heldout, config.evaluation, training)
     if held is not None:
         job.log.write("joint", 0, evaluation(0, held))
     trainer = JointTrainer(objective, rows, training, seed=config.seed, device=trunk.device, group=job.group)
@@ -225,26 +222,39 @@ def make_joint(job: Job, heads: MedusaHeads, training: JointTraining) -> MedusaH
 
     def finish() -> MedusaHeads:
         evaluation.restore_best()
-        if digest_weights(adapter.base_weights()) != before:
-            raise RuntimeError("the trunk's own weights changed while only an adapter on it was trained")
-        adapter.merge()
-        with told("the merged trunk", job.folder, AGAIN):
-            save_model(folder, trunk.model, job.corpus.tokenizer)
-        merged = load_trunk(place, job.folder)
-        bound = rebound(heads, merged)
-        with told("the heads", job.folder, AGAIN):
-            save_heads(job.folder, bound, str(folder))
-            save_tree(job.folder, evaluation.tree)
-        found = evaluation.result() | {
-            "heldout_loss": text_loss(merged.model, heldout),
-            "heldout_loss_before": loss_before,
-        }
+        bound = _save_merged(job, objective, evaluation.tree, before)
+        loss = text_loss(bound.trunk.model, heldout)
+        found = evaluation.result() | {"heldout_loss": loss, "heldout_loss_before": loss_before}
         job.record.done("joint", settings, start, {"parameters": size} | found)
         job.report(_told(found, evaluation.step))
         job.report(f"joint: saved in {job.folder}; what is decoded is exact to the merged trunk, {folder}")
         return bound
 
     return job.group.alone(finish) or heads  # another process has nothing left to do with them
+
+
+def _load_merged(job: Job) -> Trunk:
+    return load_trunk(replace(job.config.trunk, name=str(job.folder / MERGED), new=None, revision=None), job.folder)
+
+
+def _save_merged(job: Job, objective: JointObjective, tree: Topology, before: str) -> MedusaHeads:
+    """Merge the adapter, save the trunk that this makes and the heads with their tree, and return them bound to it.
+
+    Raises:
+        RuntimeError: the trunk's own weights are not those of the digest ``before``, by a fault of ours.
+        UserError: the disk takes no more.
+    """
+    heads, adapter, folder = objective.heads, objective.adapter, job.folder / MERGED
+    if digest_weights(adapter.base_weights()) != before:
+        raise RuntimeError("the trunk's own weights changed while only an adapter on it was trained")
+    adapter.merge()
+    with told("the merged trunk", job.folder, AGAIN):
+        save_model(folder, heads.trunk.model, job.corpus.tokenizer)
+    bound = rebound(heads, _load_merged(job))
+    with told("the heads", job.folder, AGAIN):
+        save_heads(job.folder, bound, str(folder))
+        save_tree(job.folder, tree)
+    return bound
 
 
 def rebound(heads: MedusaHeads, trunk: Trunk) -> MedusaHeads:

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from medusa.trunk import Trunk
 
-from .loss import HeadLoss, default_chunk, pair_mask
+from .loss import HeadLoss, default_chunk
+from .pairs import pair_mask
 from .training import JointTraining
 
 

@@ -18,11 +18,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from medusa.errors import UserError
 from medusa.heads import MedusaHeads
 from medusa.machine import seconds
-from medusa.trunk import Trunk
 
 from .checkpoints import Saved
 from .config import HeadsTraining, Training
-from .loss import HeadLoss, count_pairs, multi_head_loss, pair_mask, weights
+from .loss import HeadLoss, multi_head_loss, weights
+from .pairs import count_pairs, pair_mask
 from .states import States
 from .trainer import StageTrainer
 from .zero import keep_together
@@ -76,11 +76,6 @@ def _kept_small(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **named)
     return checkpoint(forward, *inputs, use_reentrant=False, **named)
-
-
-def kept_in(training: HeadsTraining, trunk: Trunk) -> torch.dtype:
-    """What the heads' weights are kept in for training on ``trunk``."""
-    return training.kept_in(trunk.dtype)
 
 
 class HeadsObjective(nn.Module):

@@ -23,10 +23,8 @@ from torch import Tensor
 from medusa.errors import UserError
 from medusa.heads import MedusaHeads
 
-from .objectives import Teacher, hard, overlap, soft
-
-IGNORE = -100  # the label of a token that is not supervised, as everywhere in torch and transformers
-FIRST = 2  # head 0 predicts t+2: the trunk's own head predicts t+1
+from .objectives import Teacher, score
+from .pairs import FIRST, Pairs
 
 
 def weights(num: int, decay: float = 0.8) -> Tensor:
@@ -41,31 +39,6 @@ def default_chunk(vocab: int) -> int:
     is small, 1024 to 4096 pairs take the same time, and 128 half as long again.
     """
     return min(4096, max(64, 1 << (2**24 // vocab).bit_length() - 1))
-
-
-def pair_mask(labels_BT: Tensor, segments_BT: Tensor | None, head: int) -> Tensor:
-    """Which positions t head ``head`` learns from: bool [B, T].
-
-    The target t+2+head must exist, be supervised (its label is not -100), and lie in the segment of t. A segment is
-    one run of equal ids, and no id comes back later in its row, so equal ids at both ends mean that no seam lies
-    between them. Left padding must be a segment of its own.
-    """
-    shift = FIRST + head
-    mask_BT = torch.zeros_like(labels_BT, dtype=torch.bool)
-    starts = mask_BT[:, : max(0, labels_BT.shape[1] - shift)]
-    starts.copy_(labels_BT[:, shift:] != IGNORE)
-    if segments_BT is not None:
-        starts &= segments_BT[:, : starts.shape[1]] == segments_BT[:, shift:]
-    return mask_BT
-
-
-def count_pairs(labels_BT: Tensor, segments_BT: Tensor | None, num: int) -> Tensor:
-    """How many pairs each of ``num`` heads learns from: int64 [K].
-
-    Needs no forward: summed over micro-batches and ranks *before* the first of them, it is the divisor that makes
-    accumulation exact with uneven lengths too.
-    """
-    return torch.stack([pair_mask(labels_BT, segments_BT, head).sum() for head in range(num)])
 
 
 class HeadLoss(NamedTuple):
@@ -85,6 +58,15 @@ class HeadLoss(NamedTuple):
     top5_K: Tensor
     weights_K: Tensor
     outside_K: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Pairs, Tensor, Tensor]], weights_K: Tensor) -> HeadLoss:
+        """Of each head its pairs, the sum of their losses, and hits [2] at top-1 and top-5."""
+        pairs, sums, hits = zip(*parts, strict=True)
+        counts_K = torch.tensor([each.index_N.numel() for each in pairs], device=sums[0].device)
+        outside_K = torch.stack([each.index_N.numel() - each.inside_N.sum() for each in pairs])
+        top1_K, top5_K = torch.stack(hits, 1)
+        return cls(torch.stack(sums), counts_K, top1_K, top5_K, weights_K, outside_K)
 
     def total(self, weights_K: Tensor | None = None, counts_K: Tensor | None = None) -> Tensor:
         """The loss to minimise: sum over heads of weight x mean over the head's own pairs.
@@ -111,7 +93,9 @@ def multi_head_loss(
     teacher_states: Tensor | None = None,
     acceptance: bool = False,
 ) -> HeadLoss:
-    """Loss of every head on every pair that :func:`pair_mask` lets count: cross-entropy to the label, if no teacher.
+    """Loss of every head on every pair that :func:`medusa.train.pairs.pair_mask` lets count.
+
+    It is the cross-entropy to the label, if there is no teacher.
 
     A teacher's law is the trunk's of the same token, that after t+1+k. Top-1 and top-5 stay those of the label.
 
@@ -120,7 +104,7 @@ def multi_head_loss(
         hidden_BTD: the trunk's last states; they get a gradient if they require one.
         ids_BT: the tokens, read at t+1 … by root and hydra heads.
         labels_BT: the tokens again, -100 where not supervised. Not shifted.
-        segments_BT: ids of packed documents (see :func:`pair_mask`); None if each row is one.
+        segments_BT: ids of packed documents (see :func:`medusa.train.pairs.pair_mask`); None if each row is one.
         weights_K: weight of each head in :meth:`HeadLoss.total`.
         chunk: pairs whose logits exist at a time; :func:`default_chunk` if None.
         teacher: logits [B, T, V] of the trunk. The loss is then the cross-entropy to its law
@@ -144,20 +128,14 @@ def multi_head_loss(
     with torch.no_grad():  # once for all heads: as large as the states
         ids_M = ids_BT.flatten()
         embedded_ME = heads.embed(ids_M)
-    sums, counts, hits, outside = [], [], [], []
+    parts = []
     for head in range(num):
-        index_N = pair_mask(labels_BT, segments_BT, head).flatten().nonzero()[:, 0]
-        inside_N = columns_M[index_N + FIRST + head] >= 0
-        counts.append(index_N.numel())
-        outside.append(index_N.numel() - inside_N.sum())
-        index_N = index_N[inside_N] if taught is None else index_N
+        pairs = Pairs.of(labels_BT, segments_BT, columns_M, head)
+        index_N = pairs.scored(taught is not None)
         work = _Work(heads, head, ids_M, embedded_ME, columns_M, taught, acceptance, index_N, chunk)
         loss, hit = _GradientsInForward.apply(work, torch.is_grad_enabled(), hidden_MD, *heads.heads[head].parameters())
-        sums.append(loss)
-        hits.append(hit)
-    counts_K = torch.tensor(counts, device=ids_BT.device)
-    top1_K, top5_K = torch.stack(hits, 1)
-    return HeadLoss(torch.stack(sums), counts_K, top1_K, top5_K, weights_K, torch.stack(outside))
+        parts.append((pairs, loss, hit))
+    return HeadLoss.of(parts, weights_K)
 
 
 def _chunk(heads: MedusaHeads, chunk: int | None, weights_K: Tensor) -> int:
@@ -209,22 +187,9 @@ class _Work:
         return self.heads.behind(self.head, logits_CV, self.ids_M[index_C + 1 + self.head])
 
     def score(self, logits_CV: Tensor, index_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum of the losses, hits [2] at top-1 and top-5, and the gradient [C, V] of the sum.
-
-        At least fp32 from here on, whatever the logits are in. Two tensors of C x V are alive: the logits and this
-        one's log-probabilities, which become the gradient in place (a teacher adds two).
-        """
-        column_C1 = self.columns_M[index_C + FIRST + self.head][:, None]
-        law_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
-        # Counted from below: a NaN is then a miss, not a hit.
-        rank_C1 = law_CV.shape[1] - 1 - (law_CV < law_CV.gather(1, column_C1.clamp(min=0))).sum(1, keepdim=True)
-        hits = torch.stack([((rank_C1 < best) & (column_C1 >= 0)).sum() for best in (1, 5)])
-        if self.teacher is None:
-            loss, gradient_CV = hard(law_CV, column_C1)
-        else:
-            p_CV = self.teacher.law(index_C + FIRST - 1 + self.head).to(law_CV.dtype)
-            loss, gradient_CV = (overlap if self.acceptance else soft)(law_CV, p_CV)
-        return loss, hits, gradient_CV
+        """What :func:`medusa.train.objectives.score` gives for the head at ``index_C``."""
+        target_C = index_C + FIRST + self.head
+        return score(logits_CV, self.columns_M[target_C][:, None], self.teacher, target_C - 1, self.acceptance)
 
 
 class _GradientsInForward(torch.autograd.Function):

@@ -108,7 +108,7 @@ def maker_of(trunk: str) -> str | None:
 
 @contextmanager
 def unchanged(trunk: Trunk, trained: str) -> Iterator[None]:
-    """Prove that the trunk's weights are the same to the byte after ``trained`` alone was trained.
+    """Prove that the trunk's weights are the same to the byte after the training of ``trained`` alone.
 
     Raises:
         RuntimeError: they are not, by a fault of ours.
@@ -116,7 +116,7 @@ def unchanged(trunk: Trunk, trained: str) -> Iterator[None]:
     before = digest(trunk)
     yield
     if digest(trunk) != before:
-        raise RuntimeError(f"the trunk's weights changed while only {trained} trained")
+        raise RuntimeError(f"the trunk's weights changed in the training of {trained} alone")
 
 
 def digest(trunk: Trunk) -> str:

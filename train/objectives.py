@@ -50,6 +50,32 @@ def overlap(law_CV: Tensor, p_CV: Tensor) -> tuple[Tensor, Tensor]:
     return -a_C1.log().sum(), q_CV
 
 
+def score(
+    logits_CV: Tensor, column_C1: Tensor, teacher: Teacher | None, read_C: Tensor, acceptance: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the losses, hits [2] at top-1 and top-5, and the gradient [C, V] of the sum by the logits.
+
+    At least fp32 from here on, whatever the logits are in. Two tensors of C x V are alive: the logits and this one's
+    log-probabilities, which become the gradient in place (a teacher adds two).
+
+    Args:
+        logits_CV: of what drafts.
+        column_C1: its columns of the labels, -1 for one outside the draft vocabulary.
+        teacher: whose law is learnt in place of the label.
+        read_C: where the last token stands that this law follows.
+        acceptance: learn :func:`overlap` with it, and not :func:`soft`.
+    """
+    law_CV = _wide(logits_CV).log_softmax(-1)
+    # Counted from below: a NaN is then a miss, not a hit.
+    rank_C1 = law_CV.shape[1] - 1 - (law_CV < law_CV.gather(1, column_C1.clamp(min=0))).sum(1, keepdim=True)
+    hits = torch.stack([((rank_C1 < best) & (column_C1 >= 0)).sum() for best in (1, 5)])
+    if teacher is None:
+        loss, gradient_CV = hard(law_CV, column_C1)
+    else:
+        loss, gradient_CV = (overlap if acceptance else soft)(law_CV, teacher.law(read_C).to(law_CV.dtype))
+    return loss, hits, gradient_CV
+
+
 class Drafts(Protocol):
     """What a teacher needs of what it teaches: heads, or an EAGLE layer."""
 

@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from medusa import plots
-from medusa.calibrate import Calibration, head_ranks, node_shares
+from medusa.calibrate import Calibration, node_shares
 from medusa.tree import Topology
-
-from .heldout import HeadsEvaluation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-def of_heads(evaluation: HeadsEvaluation) -> dict[str, Figure]:
-    """The tree that the heads were judged by, and what its depths add; to be called with the best heads restored."""
-    _, judged_on = evaluation.held.halves()
-    return of_ranks(evaluation.tree, head_ranks(evaluation.heads, judged_on))
 
 
 def of_ranks(tree: Topology, ranks: Sequence[Tensor]) -> dict[str, Figure]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa.data.corpus import read_text
+from medusa.data.records import Message
 from medusa.decoding import Request, decode
 from medusa.drafters.base import Drafter
 from medusa.encoding import encode
@@ -21,7 +22,7 @@ from medusa.errors import UserError
 from medusa.sampling import SamplingParams
 from medusa.trunk import Trunk
 
-from .chatform import Message, UserTurn, chat_ids, has_template, marks
+from .chatform import UserTurn, chat_ids, has_template, marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,31 +14,30 @@ from typing import Any
 import torch
 
 from medusa.calibrate import Calibration, recalibrate
-from medusa.checkpoint import CALIBRATION, WEIGHTS, load_heads, save_heads, save_tree
+from medusa.checkpoint import CALIBRATION
 from medusa.eagle import EagleLayer
 from medusa.eagle_calibrate import recalibrate_layer
 from medusa.eagle_files import PLACE
-from medusa.heads import HeadsConfig, MedusaHeads
+from medusa.heads import MedusaHeads
 from medusa.machine import pick_device
 from medusa.progress import progress
-from medusa.trunk import Trunk
 
 from .checkpoints import told
 from .config import NewTrunk, TrainConfig
 from .distributed import joined
-from .eagle import make_eagle
-from .heldout import HeadsEvaluation, text_loss
+from .eagle import EagleStage
+from .heads import HeadsStage
+from .heldout import text_loss
 from .interrupt import Interruption
 from .job import Job, Report
 from .joint import make_joint
-from .loop import HeadsObjective, HeadsTrainer, TrunkTrainer, kept_in
+from .loop import TrunkTrainer
 from .lora import targets
-from .newtrunk import check_name, load_trunk, new_model, save_model, unchanged
+from .newtrunk import check_name, load_trunk, new_model, save_model
 from .own_text import make_text
-from .pictures import of_calibration, of_heads
+from .pictures import of_calibration
 from .record import AGAIN, TRUNK, RunRecord
 from .shared import SharedRecord, Unheard
-from .states import Numbered, kept, wanted
 from .text import Corpus
 from .tracking import run_log
 
@@ -93,10 +92,10 @@ def _train(job: Job) -> None:
         targets(trunk, config.joint)  # what can't be adapted is refused before the heads are trained
     if config.own_text is not None:
         make_text(job, trunk, config.own_text)
-    heads = None if config.heads is None else make_heads(job, trunk, config.heads)
+    heads = None if config.heads is None else HeadsStage(job, trunk, config.heads).make()
     if config.joint is not None and heads is not None:
         heads = make_joint(job, heads, config.joint)
-    layer = None if config.eagle is None else make_eagle(job, trunk, config.eagle)
+    layer = None if config.eagle is None else EagleStage(job, trunk, config.eagle).make()
     job.group.alone(lambda: make_calibration(job, heads, layer))
     job.group.first(job.forget_held)
 
@@ -116,7 +115,7 @@ def make_trunk(job: Job, new: NewTrunk) -> None:
     start = job.begin("trunk", saved)
     model = new_model(new, job.corpus.tokenizer, config.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
-    job.report(f"trunk: {size:,} parameters, {training.steps} steps of {training.batch} x {config.data.block} tokens")
+    job.report(f"trunk: {size:,} parameters, {job.amount(training)}")
     trainer = TrunkTrainer(
         model, rows, training, seed=config.seed, device=pick_device(config.trunk.device), group=job.group
     )
@@ -133,54 +132,6 @@ def make_trunk(job: Job, new: NewTrunk) -> None:
 
     job.run("trunk", trainer, evaluate, start, settings, saved)
     job.group.alone(finish)
-
-
-def make_heads(job: Job, trunk: Trunk, drafting: HeadsConfig) -> MedusaHeads:
-    """Train heads on the frozen trunk; save the best ones, with the tree they were judged by."""
-    config, training = job.config, job.config.heads_training
-    settings = {"trunk": trunk.fingerprint()} | job.settings(
-        "seed", "data", "heads", "heads_training", "evaluation", "own_text"
-    )
-    settings |= {} if config.joint is None else {"joint": True}  # elsewhere than without one
-    folder = job.record.heads_folder
-    if job.is_made("heads", settings, folder / WEIGHTS):
-        return load_heads(folder, trunk)
-    saved = job.record.resumable("heads", settings)
-    rows = job.rows("heads", training)
-    keep_states = wanted(training.cache_states, rows, trunk, job.folder, job.report, job.group.size)
-    held = job.held(trunk, saved)
-    start = job.begin("heads", saved)
-    draft_ids = job.draft_ids("heads", drafting.vocab, trunk, rows)
-    heads = MedusaHeads(drafting, trunk, draft_ids, dtype=kept_in(training, trunk))
-    size = sum(parameter.numel() for parameter in heads.parameters())
-    job.report(
-        f"heads: {heads.config.num} of kind {heads.config.kind}, {size:,} parameters, {training.steps} steps of"
-        f" {training.batch} x {config.data.block} tokens"
-    )
-    objective, data = HeadsObjective(heads, training), Numbered(rows) if keep_states else rows
-    trainer = HeadsTrainer(objective, data, training, seed=config.seed, device=trunk.device, group=job.group)
-    evaluation = HeadsEvaluation(trainer.judged.heads, held, config.evaluation.nodes)
-    trainer.kept = evaluation
-    states = kept(keep_states, rows, trunk, job.folder, job.group.rank, saved is not None)
-    with unchanged(trunk, "the heads were"), states as objective.states:
-        job.run("heads", trainer, evaluation, start, settings, saved)
-
-    def finish() -> MedusaHeads:
-        evaluation.restore_best()
-        made = evaluation.heads.to(trunk.dtype).eval()  # as they decode
-        with told("the heads", folder, AGAIN):
-            save_heads(folder, made, config.trunk.name or str(job.folder / TRUNK), config.trunk.revision)
-            save_tree(folder, evaluation.tree)
-        best = {"tokens_per_step": evaluation.tokens_per_step, "nodes": evaluation.tree.size, "step": evaluation.step}
-        job.record.done("heads", settings, start, {"parameters": size} | best)
-        job.report(
-            f"heads: {evaluation.tokens_per_step:.3f} tokens per step with a tree of {evaluation.tree.size} nodes, best"
-            f" after {evaluation.step} steps; saved in {folder}"
-        )
-        job.log.pictures("heads", training.steps, lambda: of_heads(evaluation))
-        return made
-
-    return job.group.alone(finish) or load_heads(folder, trunk)
 
 
 def make_calibration(job: Job, heads: MedusaHeads | None, layer: EagleLayer | None) -> None:

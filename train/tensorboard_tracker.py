@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa.curves import Event, is_number, stages
-from medusa.errors import UserError
 from medusa.plots import pixels
 
-from .tracking import spread
+from .tracking import needed, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,15 +32,8 @@ class TensorBoardTracker:
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder, self.settings = folder / FOLDER, dict(settings)
         self._writer: Any = None
-        try:
-            import matplotlib  # noqa: F401
+        with needed("tensorboard", "tracking.tensorboard=true"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            package = "matplotlib" if (error.name or "").startswith("matplotlib") else "tensorboard"
-            raise UserError(
-                f"tracking.tensorboard=true needs the package {package!r}: pip install 'medusa-decoding[train]', or"
-                " leave it off"
-            ) from error
         self._open = SummaryWriter
 
     def begin(self, stage: str, step: int, kept: Sequence[Event]) -> None:

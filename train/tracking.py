@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from medusa.checkpoint import LOG
 from medusa.curves import Event, parse_log
+from medusa.errors import UserError
 from medusa.files import write_text
 
 from .checkpoints import writing
@@ -113,6 +114,20 @@ def run_log(folder: Path, config: TrackingConfig, settings: Mapping[str, Any]) -
     finally:
         for tracker in trackers:
             tracker.close(failed)
+
+
+@contextmanager
+def needed(package: str, setting: str) -> Iterator[None]:
+    """Import ``package``, and matplotlib for the pictures; UserError where one is missing, which ``setting`` needs."""
+    try:
+        import matplotlib  # noqa: F401
+
+        yield
+    except ImportError as error:
+        missing = "matplotlib" if (error.name or "").startswith("matplotlib") else package
+        raise UserError(
+            f"{setting} needs the package {missing!r}: pip install 'medusa-decoding[train]', or leave it out"
+        ) from error
 
 
 def _is_older(event: Event, stage: str, step: int) -> bool:

@@ -42,30 +42,8 @@ class StageTrainer(ResumableTrainer):
         device: torch.device,
         group: Group = ALONE,
     ) -> None:
-        # The log's figures come from our own loss; when to save is for the callback that watches the steps to say.
-        arguments = TrainingArguments(
-            output_dir=".",
-            max_steps=training.steps,
-            per_device_train_batch_size=group.rows(training),  # dealt out in turn: a step has the same rows
-            gradient_accumulation_steps=training.accumulate,
-            max_grad_norm=training.clip,
-            logging_steps=min(training.log_every, training.steps),
-            logging_nan_inf_filter=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=device.type == "cpu",  # unasked, several processes on CPUs would each train alone
-            remove_unused_columns=False,
-            label_names=[],
-            train_sampling_strategy="sequential",  # the rows are in random order already, which a resumed run repeats
-            dataloader_pin_memory=device.type != "cpu",
-            seed=seed,
-            ddp_find_unused_parameters=False,
-            **trainer_options(group.deepspeed),
-        )
-        arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs are for torchrun; DataParallel splits a loss wrongly
         group.align(model, device)
-        super().__init__(model=model, args=arguments, train_dataset=rows)
+        super().__init__(model=model, args=_arguments(training, seed, device, group), train_dataset=rows)
         self.model_accepts_loss_kwargs = False  # what a step supervises is counted below, per head
         self.remove_callback(PrinterCallback)
         self.training = training
@@ -144,3 +122,30 @@ class StageTrainer(ResumableTrainer):
         if "loss" not in logs or self.report is None:
             return
         self.report(self.state.global_step, logs | self.figures())
+
+
+def _arguments(training: Training, seed: int, device: torch.device, group: Group) -> TrainingArguments:
+    """What the Trainer is told."""
+    # The log's figures come from our own loss; when to save is for the callback that watches the steps to say.
+    arguments = TrainingArguments(
+        output_dir=".",
+        max_steps=training.steps,
+        per_device_train_batch_size=group.rows(training),  # dealt out in turn: a step has the same rows
+        gradient_accumulation_steps=training.accumulate,
+        max_grad_norm=training.clip,
+        logging_steps=min(training.log_every, training.steps),
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=device.type == "cpu",  # unasked, several processes on CPUs would each train alone
+        remove_unused_columns=False,
+        label_names=[],
+        train_sampling_strategy="sequential",  # the rows are in random order already, which a resumed run repeats
+        dataloader_pin_memory=device.type != "cpu",
+        seed=seed,
+        ddp_find_unused_parameters=False,
+        **trainer_options(group.deepspeed),
+    )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # several GPUs are for torchrun; DataParallel splits a loss wrongly
+    return arguments

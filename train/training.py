@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -37,6 +37,8 @@ class Training:
             so it changes nothing.
     """
 
+    group: ClassVar[str] = "trunk_training"  # where a configuration has it, for errors
+
     steps: int = 700
     batch: int = 8
     optimizer: Literal["adamw", "muon"] = "muon"
@@ -57,70 +59,78 @@ class Training:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "log_every", "eval_every", "accumulate", "keep"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: give at least 1")
+            self._check(name, getattr(self, name) >= 1, "give at least 1")
         if self.batch % self.accumulate:
-            raise UserError(f"accumulate={self.accumulate} does not divide batch={self.batch}: the parts are equal")
-        if self.save_every is not None and self.save_every < 1:
-            raise UserError(f"save_every={self.save_every}: give at least 1, or null")
-        if self.save_minutes is not None and not self.save_minutes > 0:
-            raise UserError(f"save_minutes={self.save_minutes}: give more than 0, or null")
+            raise UserError(
+                f"{self.group}.accumulate={self.accumulate} does not divide batch={self.batch}: the parts are equal"
+            )
+        self._check("save_every", self.save_every is None or self.save_every >= 1, "give at least 1, or null")
+        self._check("save_minutes", self.save_minutes is None or self.save_minutes > 0, "give more than 0, or null")
         for name in ("lr", "muon_lr", "clip"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name)}: give more than 0")
-        if self.warmup < 0 or self.weight_decay < 0:
-            raise UserError(f"warmup={self.warmup}, weight_decay={self.weight_decay}: neither may be negative")
-        if not 0 <= self.floor <= 1:
-            raise UserError(f"floor={self.floor}: it is a share of the peak rate, from 0 to 1")
+            self._check(name, getattr(self, name) > 0, "give more than 0")
+        for name in ("warmup", "weight_decay"):
+            self._check(name, getattr(self, name) >= 0, "it may not be negative")
+        self._check("floor", 0 <= self.floor <= 1, "it is a share of the peak rate, from 0 to 1")
+
+    def _check(self, name: str, fits: bool, rule: str) -> None:
+        """Raise UserError with the value and the rule where the one does not fit the other."""
+        if not fits:
+            raise UserError(f"{self.group}.{name}={getattr(self, name)!r}: {rule}")
 
 
 @dataclass(frozen=True)
-class HeadsTraining(Training):
-    """How the heads are trained; the trunk is frozen.
+class DraftTraining(Training):
+    """How what drafts is trained on a frozen trunk.
 
     Args:
-        decay: head k weighs decay^k in the loss, so that head 0 weighs 1.
-        targets: "text" learns the data's own tokens, "trunk" the trunk's law of them (cross-entropy to it),
-            "acceptance" to be accepted by it: minus the logarithm of what the two laws share.
+        decay: what predicts k tokens further weighs decay^k in the loss, so that what predicts the nearest weighs 1.
         chunk: positions whose logits exist at a time; null chooses by the vocabulary.
-        dtype: what the heads' weights and the optimizer's moments are kept in; "auto" is float32 for a trunk in half
+        dtype: what the weights and the optimizer's moments are kept in; "auto" is float32 for a trunk in half
             precision, whose rounding would lose small updates, and else the trunk's own. They compute in the trunk's,
             as when they decode, and are saved in it.
-        cache_states: keep the trunk's states of each row in the run folder until the heads are made, so that the trunk
+        cache_states: keep the trunk's states of each row in the run folder until the stage is done, so that the trunk
             reads a row once and not in every epoch; true, false, or "auto": where every row comes twice or more and the
             disk has room. Windows of a plain text repeat with data.windows=tiled alone.
     """
 
     steps: int = 600
     optimizer: Literal["adamw", "muon"] = "adamw"
-    lr: float = 2.4e-2  # high, since new heads start from zero weights; the lowest loss of each kind on the demo
     decay: float = 0.8
-    targets: Literal["text", "trunk", "acceptance"] = "text"
     chunk: int | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     cache_states: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.chunk is not None and self.chunk < 1:
-            raise UserError(f"chunk={self.chunk}: give at least 1, or null")
-        if not 0 < self.decay <= 1:
-            raise UserError(f"decay={self.decay}: heads weigh decay^k, give more than 0 and at most 1")
+        self._check("chunk", self.chunk is None or self.chunk >= 1, "give at least 1, or null")
+        self._check("decay", 0 < self.decay <= 1, "it is a weight's base, give more than 0 and at most 1")
 
     def kept_in(self, trunk: torch.dtype) -> torch.dtype:
-        """What the heads' weights are kept in for a trunk in the precision ``trunk``: as asked for, or >= float32."""
-        return _kept_in(self.dtype, trunk)
-
-
-def _kept_in(asked: str, trunk: torch.dtype) -> torch.dtype:
-    if asked == "auto":
-        return torch.promote_types(trunk, torch.float32)
-    dtype: torch.dtype = getattr(torch, asked)
-    return dtype
+        """What the weights are kept in for a trunk in the precision ``trunk``: as asked for, or >= float32."""
+        if self.dtype == "auto":
+            return torch.promote_types(trunk, torch.float32)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 @dataclass(frozen=True)
-class EagleTraining(Training):
+class HeadsTraining(DraftTraining):
+    """How the heads are trained; the trunk is frozen.
+
+    Args:
+        decay: head k weighs decay^k in the loss, so that head 0 weighs 1.
+        targets: "text" learns the data's own tokens, "trunk" the trunk's law of them (cross-entropy to it),
+            "acceptance" to be accepted by it: minus the logarithm of what the two laws share.
+    """
+
+    group = "heads_training"
+
+    lr: float = 2.4e-2  # high, since new heads start from zero weights; the lowest loss of each kind on the demo
+    targets: Literal["text", "trunk", "acceptance"] = "text"
+
+
+@dataclass(frozen=True)
+class EagleTraining(DraftTraining):
     """How an EAGLE layer is trained; the trunk is frozen.
 
     Args:
@@ -136,45 +146,29 @@ class EagleTraining(Training):
             published 1.0 beside 0.1 is 10 here.
         noise: largest amount that is added to each number of the trunk's states as the layer reads them, or taken from
             it, drawn evenly.
-        chunk: positions whose logits exist at a time; null chooses by the vocabulary.
-        dtype: what the layer's weights and the optimizer's moments are kept in, as ``heads_training.dtype``.
         cache_states: as ``heads_training.cache_states``, for version 1 alone: version 3 reads states of inner layers.
     """
 
-    steps: int = 600
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    group = "eagle_training"
+
     lr: float = 4e-3
     passes: int = 3
     depth: int = 6
-    decay: float = 0.8
     targets: Literal["text", "trunk"] = "trunk"
     feature_weight: float = 0.0
     noise: float = 0.0
-    chunk: int | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    cache_states: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("passes", "depth"):
-            if getattr(self, name) < 1:
-                raise UserError(f"eagle_training.{name}={getattr(self, name)}: give at least 1")
+            self._check(name, getattr(self, name) >= 1, "give at least 1")
         if self.depth < self.passes:
             raise UserError(
                 f"eagle_training.depth={self.depth}, passes={self.passes}: trees as deep as the passes are what those"
                 " are for; make depth at least as much"
             )
-        if self.chunk is not None and self.chunk < 1:
-            raise UserError(f"eagle_training.chunk={self.chunk}: give at least 1, or null")
-        if not 0 < self.decay <= 1:
-            raise UserError(f"eagle_training.decay={self.decay}: passes weigh decay^j, give more than 0 and at most 1")
         for name in ("feature_weight", "noise"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"eagle_training.{name}={getattr(self, name)}: it may not be negative")
-
-    def kept_in(self, trunk: torch.dtype) -> torch.dtype:
-        """What the layer's weights are kept in for a trunk in the precision ``trunk``: as asked for, or >= float32."""
-        return _kept_in(self.dtype, trunk)
+            self._check(name, getattr(self, name) >= 0, "it may not be negative")
 
 
 @dataclass(frozen=True)
@@ -200,6 +194,8 @@ class JointTraining(Training):
             adapters beyond it are not taken, whatever they bring.
     """
 
+    group = "joint"
+
     steps: int = 300
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3
@@ -217,16 +213,12 @@ class JointTraining(Training):
         super().__post_init__()
         if self.optimizer != "adamw":
             raise UserError(f"joint.optimizer={self.optimizer!r}: an adapter's thin matrices are for adamw alone")
-        if self.rank < 1:
-            raise UserError(f"joint.rank={self.rank}: give at least 1")
+        self._check("rank", self.rank >= 1, "give at least 1")
         for name in ("heads_lr", "alpha"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"joint.{name}={getattr(self, name)}: give more than 0")
+            self._check(name, getattr(self, name) > 0, "give more than 0")
         for name in ("heads_weight", "heads_warmup", "loss_tolerance"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"joint.{name}={getattr(self, name)}: it may not be negative")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"joint.dropout={self.dropout}: it is a share, give at least 0 and less than 1")
+            self._check(name, getattr(self, name) >= 0, "it may not be negative")
+        self._check("dropout", 0 <= self.dropout < 1, "it is a share, give at least 0 and less than 1")
         if not self.modules or (isinstance(self.modules, str) and self.modules != "all-linear"):
             raise UserError(
                 f"joint.modules={self.modules!r}: give a list of names such as [q_proj, v_proj], or all-linear"

@@ -19,7 +19,7 @@ from medusa.files import read_json, write_json
 from medusa.plots import pixels
 
 from .config import TrackingConfig
-from .tracking import spread
+from .tracking import needed, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,15 +46,8 @@ class WandbTracker:
         self._check()
 
     def _check(self) -> None:
-        try:
-            import matplotlib  # noqa: F401
+        with needed("wandb", f"tracking.wandb={self.config.wandb}"):
             import wandb
-        except ImportError as error:
-            package = "matplotlib" if (error.name or "").startswith("matplotlib") else "wandb"
-            raise UserError(
-                f"tracking.wandb={self.config.wandb} needs the package {package!r}: pip install"
-                " 'medusa-decoding[train]', or leave tracking off"
-            ) from error
         if self.config.wandb == "online" and not wandb.api.api_key:  # it would stop the training to ask, or fail
             raise UserError("tracking.wandb=online finds no key: run `wandb login`, or use tracking.wandb=offline")
 

@@ -75,6 +75,8 @@ class AxisOptions:
         for temperature in self.draft_temperatures:
             if not 0 < temperature < math.inf:
                 raise UserError(f"draft_temperatures={temperature}: give numbers above 0 (1 is the row's own)")
+        if self.draft_temperatures != [1.0] and not any(self.temperatures):
+            raise UserError("draft_temperatures, and no row samples: add temperatures above 0, or leave them out")
         for size in self.batch_sizes:
             if size < 1:
                 raise UserError(f"batch_sizes={size}: give at least 1")

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from medusa.cli import new_parser, parse
 from medusa.errors import UserError
+
+if TYPE_CHECKING:
+    import jsonargparse
+
+    from .run import BenchOptions
 
 # The axes as options that take several values: name, kind, and what --help says.
 AXES: list[tuple[str, type, str]] = [
@@ -18,7 +24,7 @@ AXES: list[tuple[str, type, str]] = [
         "{drafters}; +typical behind a name accepts by the typical rule, which is lossy",
     ),
     ("baselines", str, "of the library, beside generate: {baselines}"),
-    ("temperatures", float, "0 is greedy"),
+    ("temperatures", float, "0 is greedy, and measured where none is named"),
     ("draft_temperatures", float, "of drafts that are drawn in rows that sample, each times the row's own; 1 is usual"),
     ("batch_sizes", int, "rows that are decoded at once"),
 ]
@@ -28,13 +34,34 @@ def bench(argv: list[str]) -> int:
     """Compare plain and speculative decoding."""
     from medusa.checkpoint import CONFIG
 
-    from ..cli import add_machine, add_packed, quiet_unless_terminal
-    from ..drafters import listed
-    from .axes import BASELINES, AxisOptions
+    from ..cli import quiet_unless_terminal
+    from .axes import AxisOptions
     from .grid import run_axes
-    from .profile import CLOCKS, WALL
-    from .profile_run import run_profile
+    from .profile import WALL
     from .run import BenchOptions, run_bench
+
+    args = parse(_parser(), argv)
+    options = BenchOptions(**{field.name: args[field.name] for field in fields(BenchOptions)})
+    given = {field.name: args[field.name] for field in fields(AxisOptions)}
+    asked = {name: value for name, value in given.items() if value not in (None, False)}
+    axes = AxisOptions(**asked)
+    quiet_unless_terminal()
+    how = {name: args[name] for name in ("dtype", "device", "packed", "compile")}
+    if args.profile:
+        return _profile(args, options, asked, how)
+    if args.profile_clock != WALL:
+        raise UserError(f"--profile-clock {args.profile_clock} without --profile, which it is for: add that")
+    if asked or not (Path(args.run).expanduser() / CONFIG).is_file():
+        return run_axes(args.run, options, axes, args.out, **how)
+    return run_bench(args.run, options, args.out, **how)
+
+
+def _parser() -> jsonargparse.ArgumentParser:
+    from ..cli import add_machine, add_packed
+    from ..drafters import listed
+    from .axes import BASELINES
+    from .profile import CLOCKS, WALL
+    from .run import BenchOptions
 
     parser = new_parser(
         "bench",
@@ -57,27 +84,20 @@ def bench(argv: list[str]) -> int:
         "--profile",
         action="store_true",
         help="instead, take steps apart: what each part takes, and how far the machine's limits are; goes with"
-        " --drafters, one --prompt_set and --compile",
+        " --drafters, one --prompt-set and --compile",
     )
     parser.add_argument(
         "--profile_clock", choices=list(CLOCKS), default=WALL, help="cpu: processor time, where others use the machine"
     )
-    args = parse(parser, argv)
-    options = BenchOptions(**{field.name: args[field.name] for field in fields(BenchOptions)})
-    given = {field.name: args[field.name] for field in fields(AxisOptions)}
-    asked = {name: value for name, value in given.items() if value not in (None, False)}
-    axes = AxisOptions(**asked)
-    quiet_unless_terminal()
-    where = {"dtype": args.dtype, "device": args.device, "packed": args.packed}
-    if args.profile:
-        drafters, sets = asked.pop("drafters", None), asked.pop("prompt_set", [None])
-        if asked or len(sets) > 1:
-            raise UserError(
-                f"--profile takes no --{next(iter(asked), 'prompt_set')}{'' if asked else ' of several'}: leave it out"
-            )
-        return run_profile(
-            args.run, options, drafters, sets[0], args.out, compile=args.compile, clock=args.profile_clock, **where
-        )
-    if asked or not (Path(args.run).expanduser() / CONFIG).is_file():
-        return run_axes(args.run, options, axes, args.out, compile=args.compile, **where)
-    return run_bench(args.run, options, args.out, compile=args.compile, **where)
+    return parser
+
+
+def _profile(args: jsonargparse.Namespace, options: BenchOptions, asked: dict[str, Any], how: dict[str, Any]) -> int:
+    """Take steps apart; of the axes ``asked`` for, that knows drafters and one prompt set."""
+    from .profile_run import run_profile
+
+    drafters, sets = asked.pop("drafters", None), asked.pop("prompt_set", [None])
+    if asked or len(sets) > 1:
+        other = f"--{next(iter(asked))}".replace("_", "-") if asked else "second --prompt-set"
+        raise UserError(f"--profile takes no {other}: leave it out")
+    return run_profile(args.run, options, drafters, sets[0], args.out, clock=args.profile_clock, **how)

@@ -21,6 +21,7 @@ from torch import Tensor
 from medusa.accept import AcceptRule
 from medusa.decoding import Decoder, Request
 from medusa.drafters.base import Drafter
+from medusa.folded import library_attention
 from medusa.packed import as_loaded
 from medusa.sampling import SamplingParams
 from medusa.trunk import Trunk
@@ -128,8 +129,8 @@ def _least(rows: Sequence[Sequence[int]], live: Collection[int]) -> int:
 def library_way(trunk: Trunk, **how: Any) -> Way:
     """``generate`` of transformers with ``how`` it is asked to decode, such as ``cache_implementation="static"``.
 
-    Prompts of several lengths are padded on the left. The model runs as the library loads it, without our packed
-    weights. A stopping criterion notes when each forward's tokens came.
+    Prompts of several lengths are padded on the left. The model runs as the library loads it, with its attention and
+    without our packed weights. A stopping criterion notes when each forward's tokens came.
     """
     pad = getattr(trunk.tokenizer, "pad_token_id", None) or 0  # masked, and after its EOS a row is not looked at
     drafts = [value for value in how.values() if isinstance(value, torch.nn.Module)]
@@ -139,7 +140,8 @@ def library_way(trunk: Trunk, **how: Any) -> Way:
         ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         call = GREEDY | _law(trunk, task) | {"eos_token_id": sorted(task.eos) or None, "pad_token_id": pad} | how
-        with torch.random.fork_rng(), _errors_only(), as_loaded(trunk.model, *drafts):
+        models = trunk.model, *drafts
+        with torch.random.fork_rng(), _errors_only(), as_loaded(*models), library_attention(*models):
             torch.manual_seed(task.seed)
             synchronise(trunk)
             start = time.perf_counter()

@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from medusa.checkpoint import CONFIG
 from medusa.machine import describe
 from medusa.trunk import Trunk
 
-from ..drafters import has_drafts
-from ..source import find, is_ours, load_trunk
 from .axes import SEEDS, AxisOptions, Cell, contenders, make_cells, measure, warm_up
 from .cells import cell_report
 from .contenders import Task
-from .prompt_sets import HELDOUT, SPEC, PromptSet, prompt_set
+from .prompt_sets import PromptSet, check_categories, prompt_set
 from .run import BenchOptions, check_config, compiled_sizes, describe_trunk, set_threads
+from .subject import TRIAL, Subject
 
 FORMAT = 2  # of the report; that of a run without axes has format 1
-TRIAL = [0] * 16  # ids on which the number of threads is tried
 
 
 def run_axes(
@@ -43,49 +39,24 @@ def run_axes(
     """
     from medusa.progress import progress
 
-    from .report import check_writable, print_report, write_report
+    from .report import print_report, write_report
 
-    folder = find(source, None)
-    target = Path(out).expanduser() if out else _target(source, folder)
-    check_writable(target, "name another folder with --out")  # before minutes of measuring
-    trunk = _load(source, folder, dtype=dtype, device=device, packed=packed)
+    subject = Subject.of(source, out, inside="benchmark", beside="benchmark")
+    names = dict.fromkeys(axes.prompt_set or [subject.prompt_set])
+    check_categories(names, axes.categories)
+    trunk = subject.load(dtype=dtype, device=device, packed=packed)
     check_config(trunk)
     set_threads(trunk, TRIAL, options.threads)
-    ways = contenders(trunk, folder, axes, compile)
-    sets = [
-        prompt_set(
-            name,
-            trunk,
-            folder,
-            count=options.prompts,
-            length=options.prompt_length,
-            tokens=options.max_new_tokens,
-            categories=axes.categories,
-        )
-        for name in dict.fromkeys(axes.prompt_set or _usual(folder))
-    ]
+    ways = contenders(trunk, subject.folder, axes, compile)
+    much = {"count": options.prompts, "length": options.prompt_length, "tokens": options.max_new_tokens}
+    sets = [prompt_set(name, trunk, subject.folder, **much, categories=axes.categories) for name in names]
     cells = make_cells(sets, ways, axes)
     runs = sum(len(cell.contenders) * (1 + options.repeats * len(cell.batches)) for cell in cells)
     with progress(runs, "benchmark") as advance:
         report = bench_axes(trunk, sets, cells, options, axes, advance) | {"source": source}
-    write_report(report, folder or target, target)
-    print_report(report, target)
+    write_report(report, subject.folder or subject.target, subject.target)
+    print_report(report, subject.target)
     return 0 if all(cell["identical"] is None or cell["identical"]["ok"] for cell in report["cells"]) else 1
-
-
-def _target(source: str, folder: Path | None) -> Path:
-    run = Path(source).expanduser()
-    return run / "benchmark" if is_ours(run) else Path(f"benchmark-{(folder or run).resolve().name}")
-
-
-def _load(source: str, folder: Path | None, **how: Any) -> Trunk:
-    if folder is not None and has_drafts(folder):
-        return load_trunk(folder, **how)
-    return Trunk.load(folder or source, **how)
-
-
-def _usual(folder: Path | None) -> list[str]:
-    return [HELDOUT if folder is not None and (folder / CONFIG).is_file() else SPEC]
 
 
 def bench_axes(

@@ -19,6 +19,7 @@ from medusa.accept import Acceptance
 from medusa.cache import SlotCache
 from medusa.decoding import Decoder, Request
 from medusa.drafters.base import Drafter, DraftSession
+from medusa.folded import library_attention
 from medusa.machine import seconds
 from medusa.packed import as_loaded
 from medusa.sampling import Chance
@@ -48,13 +49,13 @@ Contender = Callable[[Sequence[int], int], Run]  # prompt, number of new tokens
 
 
 def plain_generate(trunk: Trunk) -> Contender:
-    """The library's own greedy ``generate`` with its default cache and the weights as loaded, as users call it."""
+    """The library's own greedy ``generate`` with its default cache and attention and the weights as loaded."""
 
     def run(prompt: Sequence[int], tokens: int) -> Run:
         ids_1T = torch.tensor([list(prompt)], device=trunk.device)
         mask_1T = torch.ones_like(ids_1T)
         out: list[Tensor] = []
-        with as_loaded(trunk.model):
+        with as_loaded(trunk.model), library_attention(trunk.model):
             taken = seconds(
                 lambda: out.append(
                     trunk.model.generate(input_ids=ids_1T, attention_mask=mask_1T, max_new_tokens=tokens, **GREEDY)

@@ -8,23 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from medusa.checkpoint import CONFIG
 from medusa.drafters.base import Drafter
 from medusa.errors import UserError, reason
 from medusa.files import write_atomically, write_json, write_text
 from medusa.machine import Rates, describe, pick_device, rates
 from medusa.trunk import Trunk
 
-from ..drafters import has_drafts, make_drafter
-from ..source import find, is_ours, load_trunk
+from ..drafters import make_drafter
 from .profile import WALL, clock_for, profile
 from .profile_report import account, notes, tables, trunk_bytes
-from .prompt_sets import HELDOUT, SPEC, prompt_set
+from .prompt_sets import prompt_set
 from .run import BenchOptions, check_task, describe_trunk, set_threads
+from .subject import TRIAL, Subject
 
 FORMAT = 1
 PROMPTS = 4  # at most: some hundred steps, enough for medians
-TRIAL = [0] * 16  # ids on which the number of threads is tried
 
 
 def run_profile(
@@ -48,43 +46,29 @@ def run_profile(
     from medusa.progress import progress
 
     from ..warmup import warm_up
-    from .report import check_writable, print_tables
+    from .report import print_tables
 
-    folder = find(source, None)
-    target = Path(out).expanduser() if out else _target(source, folder)
-    check_writable(target, "name another folder with --out")  # before minutes of measuring
+    subject = Subject.of(source, out, inside="report", beside="profile")
     clock_for(pick_device(device), clock)  # refused now
-    own = has_drafts(folder)
-    if folder is not None and own:
-        trunk = load_trunk(folder, dtype=dtype, device=device, packed=packed)
-    else:
-        trunk = Trunk.load(folder or source, dtype=dtype, device=device, packed=packed)
-    made = {each: make_drafter(each, trunk, folder) for each in drafters or (["none", "auto"] if own else ["none"])}
+    trunk, folder = subject.load(dtype=dtype, device=device, packed=packed), subject.folder
+    usual = ["none", "auto"] if subject.drafts else ["none"]
+    made = {each: make_drafter(each, trunk, folder) for each in drafters or usual}
     named = {each.name if name == "auto" else name: each for name, each in made.items()}
     set_threads(trunk, TRIAL, options.threads)
     if compile:
         for each in named.values():
             warm_up(trunk, each)
-    usual = HELDOUT if folder is not None and (folder / CONFIG).is_file() else SPEC
     count = min(options.prompts, PROMPTS)
-    chosen = prompt_set(
-        prompts or usual, trunk, folder, count=count, length=options.prompt_length, tokens=options.max_new_tokens
-    )
+    name, tokens = prompts or subject.prompt_set, options.max_new_tokens
+    chosen = prompt_set(name, trunk, folder, count=count, length=options.prompt_length, tokens=tokens)
     ids = [prompt.ids for prompt in chosen.prompts][:count]
     with progress(len(ids), "profile") as advance:
-        report = profile_report(trunk, named, ids, options, advance, clock=clock) | {
-            "source": source,
-            "prompt_set": chosen.name,
-        }
-    write_profile(report, target)
+        report = profile_report(trunk, named, ids, options, advance, clock=clock)
+    report |= {"source": source, "prompt_set": chosen.name}
+    write_profile(report, subject.target)
     print_tables(tables(report), notes(report))
-    print_tables([], [f"Profile and plot: {target}"], soft_wrap=True)
+    print_tables([], [f"Profile and plot: {subject.target}"], soft_wrap=True)
     return 0
-
-
-def _target(source: str, folder: Path | None) -> Path:
-    run = Path(source).expanduser()
-    return run / "report" if is_ours(run) else Path(f"profile-{(folder or run).resolve().name}")
 
 
 def profile_report(

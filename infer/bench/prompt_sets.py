@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,6 +89,12 @@ def check_set(name: str) -> None:
         raise UserError(
             f"prompt set {name!r}{nearest(name, SETS)}: choose from {', '.join(SETS)}, or name a .jsonl file"
         )
+
+
+def check_categories(names: Iterable[str], categories: Sequence[str] | None) -> None:
+    """Refuse categories where no set ``names`` has such. Raises UserError."""
+    if categories and set(names) <= {HELDOUT, TINYSHAKESPEARE}:
+        raise UserError(f"categories={categories}: {', '.join(names)} has none; add a set of questions, such as {SPEC}")
 
 
 def _from_heldout(folder: Path | None, count: int, length: int) -> PromptSet:

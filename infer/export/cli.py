@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa.cli import new_parser, parse
-from medusa.errors import UserError
 
 if TYPE_CHECKING:
     from .write import Exported
@@ -31,9 +30,9 @@ def _export(argv: list[str]) -> int:
         "Write heads in the layout of another engine, into a new folder with a model card. What was written is read"
         " again as that engine reads it, and compared with the heads, before it is put there.",
     )
-    parser.add_argument("run", type=str, help="made by `medusa train`, or published heads: a folder or hub id")
-    parser.add_argument("--to", type=str, help=f"the format: {', '.join(FORMATS)}")
-    parser.add_argument("--out", type=str, help="the folder to make")
+    parser.add_argument("run", type=str, help="a folder made by `medusa train`, or published heads, or a hub id")
+    parser.add_argument("--to", type=str, required=True, help=f"the format: {', '.join(FORMATS)}")
+    parser.add_argument("--out", type=str, required=True, help="the folder to make")
     parser.add_argument(
         "--dtype", type=str, default="auto", help=f"of the weights: {', '.join(DTYPES)}; auto: as they are saved"
     )
@@ -42,9 +41,6 @@ def _export(argv: list[str]) -> int:
     )
     parser.add_argument("--device", type=str, default="auto", help="where the trunk runs; auto: a GPU if there is one")
     args = parse(parser, argv)
-    for name, what in (("to", f"the format: {', '.join(FORMATS)}"), ("out", "the folder to make")):
-        if args[name] is None:
-            raise UserError(f"--{name} is missing: give {what}")
     quiet_unless_terminal()
     _report(export_run(args.run, args.to, args.out, dtype=args.dtype, base=args.base, device=args.device))
     return 0
@@ -73,14 +69,12 @@ def _push(argv: list[str]) -> int:
         "Upload a folder made by `medusa export`, or heads, tree and trunk of one made by `medusa train`, to the"
         " Hugging Face hub. The token is what `hf auth login` keeps, or HF_TOKEN.",
     )
-    parser.add_argument("folder", type=str, help="what to upload")
-    parser.add_argument("--repo", type=str, help="the repository to make, as NAME or OWNER/NAME")
+    parser.add_argument("folder", type=str, help="one made by `medusa export` or `medusa train`")
+    parser.add_argument("--repo", type=str, required=True, help="the repository to make, as NAME or OWNER/NAME")
     parser.add_argument("--private", action="store_true", help="make it private; of one that is new")
     parser.add_argument("--update", action="store_true", help="add to a repository that is there")
     parser.add_argument("--message", type=str, help="of the commit; left out, what the folder is")
     args = parse(parser, argv)
-    if args.repo is None:
-        raise UserError("--repo is missing: give the repository's name, such as me/my-heads")
     given = {name: args[name] for name in ("private", "update", "message")}
     print(push(Path(args.folder).expanduser(), args.repo, **given))
     return 0

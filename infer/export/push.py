@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from medusa.checkpoint import MANIFEST, read_manifest
@@ -28,17 +30,10 @@ def push(folder: Path, repo: str, *, private: bool = False, update: bool = False
         UserError: a folder that is not to be uploaded, a name that is none, no token, no network, or what the hub says.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,
-        LocalTokenNotFoundError,
-        OfflineModeIsEnabled,
-    )
 
     patterns, what = _contents(folder)
     api = HfApi()
-    try:
+    with _told(folder, repo):
         made = api.create_repo(repo, private=private or None, exist_ok=update, repo_type="model")
         api.upload_folder(
             repo_id=made.repo_id,
@@ -47,6 +42,22 @@ def push(folder: Path, repo: str, *, private: bool = False, update: bool = False
             ignore_patterns=NEVER,
             commit_message=message or f"Upload {what}",
         )
+    return str(made)
+
+
+@contextmanager
+def _told(folder: Path, repo: str) -> Iterator[None]:
+    """What the hub and its client raise, as UserError with the way out."""
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    )
+
+    try:
+        yield
     except HFValidationError as error:
         raise UserError(f"--repo {repo}: {_said(error)}: give NAME or OWNER/NAME") from error
     except LocalTokenNotFoundError as error:
@@ -59,7 +70,6 @@ def push(folder: Path, repo: str, *, private: bool = False, update: bool = False
         raise UserError(f"{folder / CARD}: {_said(error)}: mend what stands between its --- lines") from error
     except (HTTPError, OSError) as error:
         raise UserError(f"the hub can't be reached ({_said(error)}): try again where there is a network") from error
-    return str(made)
 
 
 def _contents(folder: Path) -> tuple[list[str] | None, str]:

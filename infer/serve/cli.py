@@ -25,6 +25,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def run(command: str, argv: list[str]) -> int:
     """Run ``medusa serve ARGV``; return the exit code."""
     args = parse(_parser(), argv)
+    if not args.grace >= 0:
+        raise UserError(f"grace={args.grace}: give seconds from 0 up")
     settings = _settings(args)
     from .app import check_packages, create_app, serve, urls
 

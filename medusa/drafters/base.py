@@ -71,6 +71,12 @@ def free(chance: Chance | None, row: int) -> bool:
     return chance is not None and chance.after[row] == 1
 
 
+def roots(root_B: Tensor, chance: Chance | None) -> Sequence[int]:
+    """The roots on the host: as the decoder knows them, else they are asked for. Those of free slots say nothing."""
+    known = None if chance is None else chance.roots
+    return root_B.tolist() if known is None else known
+
+
 class Drafter(Protocol):
     """A way of drafting, bound to no request.
 

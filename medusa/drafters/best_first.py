@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from medusa.drafters.shapes import shape_along, whole_numbers
 from medusa.tree import Shape
+from medusa.uploads import whole_numbers
 
 STEP = 1e-9  # what a score loses per node and rank: no child ties with its parent, no token with a likelier sibling
 FLOOR = -100.0  # the least log-probability that is told from others: beside a sum of these STEP still counts
@@ -73,7 +73,7 @@ class Best:
         """The shape of the trees, the root included."""
         parents_BN, depths_BN = pad(self.parents, (1, 0)), pad(self.depths, (1, 0))
         paths = self._climbed(parents_BN, depths_BN) if self.paths is None else self.paths
-        return shape_along(paths, parents_BN, depths_BN)
+        return Shape(depths_BN, parents_BN, paths)
 
     def _climbed(self, parents_BN: Tensor, depths_BN: Tensor) -> Tensor:
         above_BN = torch.arange(parents_BN.shape[1], device=parents_BN.device).expand_as(parents_BN)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from medusa.drafters.shapes import shape_along, whole_numbers
-from medusa.tree import DraftTree, Shape, Topology
+from medusa.accept import Acceptance
+from medusa.biases import Biases
+from medusa.tree import DraftTree, Row, Shape
+from medusa.uploads import whole_numbers
 
 
 class Branches:
@@ -66,27 +67,34 @@ class Branches:
         return len(self.parents) - 1
 
 
-def as_tree(rows: Sequence[Branches], device: torch.device, least: int = 1) -> DraftTree:
-    """The rows' trees as one; fillers below the root make up for what a row has less than the largest, or ``least``."""
+def as_tree(rows: Sequence[Branches], device: torch.device, least: int = 1, biases: Biases | None = None) -> DraftTree:
+    """The rows' trees as one; fillers below the root make up for what a row has less than the largest, or ``least``.
+
+    ``biases``: of the trees of all steps, where a session keeps them.
+    """
     size = max(least, *(len(row.parents) for row in rows))
-    parents = [row.parents + [0] * (size - len(row.parents)) for row in rows]
-    tokens = [row.tokens + [0] * (size - len(row.tokens)) for row in rows]
-    valid = [row.valid + [False] * (size - len(row.valid)) for row in rows]
-    tokens_BN = whole_numbers(tokens, len(rows), size).to(device)
-    return DraftTree(_shape(parents, device), tokens_BN, torch.tensor(valid, device=device))
+    known = [_padded(row, size) for row in rows]
+    shared = known[:1] if all(row.parents == known[0].parents for row in known) else known
+    ways = [_ways(row.parents) for row in shared]
+    levels, count = max(len(way) for row in ways for way in row), len(shared)
+    parts = [  # what the device needs, in one transfer
+        *(way + [-1] * (levels - len(way)) for row in ways for way in row),
+        *([0, *row.parents[1:]] for row in shared),  # the root is its own parent
+        *([len(way) - 1 for way in row] for row in ways),
+        *(row.tokens for row in known),
+        *(row.valid for row in known),
+    ]
+    numbers = whole_numbers(parts, -1).to(device, non_blocking=True)
+    nodes = count * size
+    paths, parents, depths, tokens, valid = numbers.split([nodes * levels, nodes, nodes, *[len(rows) * size] * 2])
+    depths_BN, parents_BN, paths = depths.view(count, size), parents.view(count, size), paths.view(count, size, levels)
+    shape = Shape(depths_BN, parents_BN, paths, biases=biases or Biases())
+    return DraftTree(shape, tokens.view(-1, size), valid.view(-1, size) > 0)
 
 
-def _shape(parents: Sequence[Sequence[int]], device: torch.device) -> Shape:
-    if len(parents[0]) == 1:
-        return Shape.static(Topology.root(), device)
-    shared = parents[:1] if all(row == parents[0] for row in parents) else parents
-    ways = [_ways(row) for row in shared]
-    deepest = max(len(way) for row in ways for way in row)
-    rows, size = len(shared), len(parents[0])
-    paths = whole_numbers((way + [-1] * (deepest - len(way)) for row in ways for way in row), rows, size, deepest)
-    depths = whole_numbers(((len(way) - 1 for way in row) for row in ways), rows, size)
-    above = whole_numbers(((0, *row[1:]) for row in shared), rows, size)  # the root is its own parent
-    return shape_along(paths.to(device), above.to(device), depths.to(device))
+def _padded(row: Branches, size: int) -> Row:
+    more = size - len(row.parents)
+    return Row(row.parents + [0] * more, row.tokens + [0] * more, row.valid + [False] * more)
 
 
 def _ways(parents: Sequence[int]) -> list[list[int]]:
@@ -97,7 +105,6 @@ def _ways(parents: Sequence[int]) -> list[list[int]]:
     return ways
 
 
-def accepted(tree: DraftTree, path_BA: Tensor) -> list[list[int]]:
+def accepted(tree: DraftTree, acceptance: Acceptance) -> list[list[int]]:
     """Each row's accepted tokens below the root."""
-    pairs = zip(tree.tokens_BN.tolist(), path_BA.tolist(), strict=True)
-    return [[tokens[node] for node in path[1:] if node >= 0] for tokens, path in pairs]
+    return [walk.tokens[:-1] for walk in acceptance.on_host(tree)]

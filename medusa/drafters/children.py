@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from medusa.errors import UserError, nearest
-from medusa.sampling import DRAFT, Chance, largest, to_probs
+from medusa.largest import largest, ranked
+from medusa.sampling import DRAFT, Chance, to_probs
 from medusa.tree import DraftTree, Shape, Topology
+from medusa.uploads import upload
 
 MODES = ("sampled", "mixed", "top")
 
@@ -56,11 +58,12 @@ class Selection:
     """Entries of the second dimension that are known beforehand, taken by the least work: all, a run, or one by one."""
 
     def __init__(self, indices: Sequence[int], size: int, device: torch.device) -> None:
+        self.indices = list(indices)
         self._start = indices[0]
         self._count = len(indices)
         self._all = list(indices) == list(range(size))
         self._run = list(indices) == list(range(self._start, self._start + self._count))
-        self._index = torch.tensor(indices, device=device)
+        self._index = upload(indices, device)
 
     def __call__(self, values: Tensor) -> Tensor:
         """Of ``values`` [B, size, ..] those entries."""
@@ -85,15 +88,11 @@ class Brood:
         mates = [places[topology.parents[node]] for node in children]
         self.size = max(map(len, mates))
         self.ranks = max(topology.ranks[node] for node in children) + 1
-        self.parent_W = torch.tensor(parents, device=device)
-        self.depth_1W = torch.tensor([[topology.depths[parent] for parent in parents]], device=device)
-        self.way_n = torch.tensor([ways[topology.parents[node]] for node in children], device=device)
-        self.place_n = torch.tensor(
-            [all_.index(node) for all_, node in zip(mates, children, strict=True)], device=device
-        )
-        self.last_n = torch.tensor(
-            [all_[-1] == node for all_, node in zip(mates, children, strict=True)], device=device
-        )
+        self.parent_W = upload(parents, device)
+        self.depth_1W = upload([[topology.depths[parent] for parent in parents]], device)
+        self.way_n = upload([ways[topology.parents[node]] for node in children], device)
+        self.place_n = upload([all_.index(node) for all_, node in zip(mates, children, strict=True)], device)
+        self.last_n = upload([all_[-1] == node for all_, node in zip(mates, children, strict=True)], device)
         self.every_n = torch.ones_like(self.last_n)
         cells = [ways[topology.parents[node]] * self.ranks + topology.ranks[node] for node in children]
         self.best = Selection(cells, len(parents) * self.ranks, device)  # of all parents' likeliest tokens
@@ -112,7 +111,7 @@ class Picked:
 
 def likeliest(logits_BWV: Tensor, brood: Brood) -> Tensor:
     """Each child's token by its rank in its parent's law: int64 [B, n]."""
-    return brood.best(largest(logits_BWV) if brood.ranks == 1 else logits_BWV.topk(brood.ranks).indices.flatten(1))
+    return brood.best(largest(logits_BWV) if brood.ranks == 1 else ranked(logits_BWV, brood.ranks).flatten(1))
 
 
 def pick(logits_BWV: Tensor, brood: Brood, chance: Chance, drafting: Drafting) -> Picked:
@@ -171,4 +170,5 @@ def sampled_tree(
             q_BNV[:, pick.brood.parent_W[:, None], draft_ids] = pick.q_BWV
     if place_N is None:
         return DraftTree(shape, tokens_BN, valid_BN, sampled_BN, q_BNV)
-    return DraftTree(shape, *(part[:, place_N] for part in (tokens_BN, valid_BN, sampled_BN, q_BNV)))
+    tokens_BN, valid_BN, sampled_BN = (part[:, place_N] for part in (tokens_BN, valid_BN, sampled_BN))
+    return DraftTree(shape, tokens_BN, valid_BN, sampled_BN, q_BNV[:, place_N])

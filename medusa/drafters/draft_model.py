@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medusa.accept import Acceptance
-from medusa.drafters.base import free, place_each
+from medusa.drafters.base import free, place_each, roots
 from medusa.drafters.children import Drafting
 from medusa.drafters.levels import Level, Plans, fill
 from medusa.errors import UserError
@@ -130,7 +130,7 @@ class DraftModelSession:
         ids_BT = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
         for row, text in enumerate(texts):
             ids_BT[row, : len(text)] = torch.as_tensor(text)
-        ids_BT = self._readable(ids_BT.to(self.draft.device))
+        ids_BT = self._readable(ids_BT.to(self.draft.device, non_blocking=True))
         return self.draft.prefill(ids_BT, [len(text) for text in texts], self.cache)[0]
 
     def _readable(self, ids: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class DraftModelSession:
 
     def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
         """Fill the tree, trimmed to ``room``, with the draft model's candidates: drawn in rows that sample."""
-        for number, (row, root) in enumerate(zip(self.rows, root_B.tolist(), strict=True)):
+        for number, (row, root) in enumerate(zip(self.rows, roots(root_B, chance), strict=True)):
             row.lost = row.lost or not self._fits(self.cache.lengths[number] + len(row.unread) + 1)
             row.idle = row.lost or free(chance, number)
             row.unread = [root] if row.idle else [*row.unread, root]
@@ -152,7 +152,8 @@ class DraftModelSession:
         if not idle:
             return tree
         valid_BN = tree.valid_BN.clone()
-        valid_BN[idle, 1:] = False
+        for number in idle:
+            valid_BN[number, 1:] = False
         return replace(tree, valid_BN=valid_BN)
 
     def _laws(self, level: Level, tokens_BN: Tensor) -> Tensor:
@@ -171,10 +172,11 @@ class DraftModelSession:
         if not self.inner:
             return
         kept = []
-        for row, path, own in zip(self.rows, acceptance.path_BA.tolist(), tree.tokens_BN.tolist(), strict=True):
-            nodes = [] if row.idle else [node for node in path if node >= 0]
-            kept.append([node for node in nodes if node < self.inner])
-            row.unread = [own[node] for node in nodes if node >= self.inner]
+        for row, (path, tokens) in zip(self.rows, acceptance.on_host(tree), strict=True):
+            kept.append([] if row.idle else [node for node in path if node < self.inner])
+            row.unread = (
+                [] if row.idle else [token for node, token in zip(path[1:], tokens, strict=False) if node >= self.inner]
+            )
         self.cache.commit(kept)
 
     def select(self, rows: Sequence[int]) -> None:

@@ -16,15 +16,19 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from medusa.drafters.base import roots
 from medusa.drafters.best_first import Best, Candidates, Expand, best_first, possible_paths
 from medusa.drafters.children import Brood, Drafting, Picked, pick
+from medusa.drafters.grown import Growing
 from medusa.drafters.heads import HeadsDrafter, HeadsSession
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.errors import UserError
 from medusa.heads import MedusaHeads
+from medusa.largest import ranked_laws
 from medusa.sampling import Chance
-from medusa.tree import DraftTree, Shape, Topology
+from medusa.tree import DraftTree, Row, Shape, Topology
 from medusa.trunk import Trunk
+from medusa.uploads import whole_numbers
 
 MANY = 1 << 12  # paths that are looked at in each step: some ten microseconds a row
 RANKS = 16  # the most children of a node: they are drawn one after the other
@@ -73,9 +77,6 @@ class DynamicDrafter(HeadsDrafter):
         self.nodes = nodes
         self.ranks = min(nodes - 1, heads.choices, RANKS)
         self.temperatures = tuple(temperatures or [1.0] * heads.config.num)
-        self.warm_K1 = torch.tensor(self.temperatures, dtype=_wide(heads.trunk.dtype), device=heads.trunk.device)[
-            :, None
-        ]
 
     @cached_property
     def candidates(self) -> Candidates | None:
@@ -106,8 +107,9 @@ class DynamicSession(HeadsSession):
         self.candidates = drafter.candidates if self.at_once else None
         self._sampling = None if drafter.sampling is None else drafter.sampling.open(self.heads.trunk)
         self._root = Shape.static(Topology.root(), self.heads.trunk.device)
-        self.temperatures, self.warm_K1 = drafter.temperatures, drafter.warm_K1
+        self.temperatures = drafter.temperatures
         self._broods: dict[int, Brood] = {}
+        self._growing: Growing | None = None
 
     def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
         """The likeliest tree; nodes deeper than ``room`` become fillers, or other rows' room would change the rest."""
@@ -125,12 +127,16 @@ class DynamicSession(HeadsSession):
         if self._sampling is not None and self.takes_given(chance):
             self._sampling.hidden_BD = self.hidden_BD
             return self._sampling.propose(root_B, room, chance)
+        row = self.row(root_B, room, chance) if most_B1 is None else None
+        if row is not None and self._growing is not None:
+            tokens_1N = whole_numbers([row.tokens], 1, -1)
+            return DraftTree(self._growing.shape(), tokens_1N, torch.ones_like(tokens_1N, dtype=torch.bool))
         root_B1, yes_B1 = root_B[:, None], torch.ones_like(root_B[:, None], dtype=torch.bool)
         if not room:
             return DraftTree(self._root, root_B1, yes_B1)
         if self.at_once:
             logits_BKV = self.logits_at_once(root_B1, self.depth)
-            best = self._chosen(root_B1, *self._likeliest(logits_BKV, self.warm_K1))
+            best = self._chosen(root_B1, *self._likeliest(logits_BKV, self.temperatures))
         else:
             best = best_first(self._behind(root_B1), root_B1, self.depth, self.most)
         if room < self.depth or most_B1 is not None:
@@ -141,6 +147,18 @@ class DynamicSession(HeadsSession):
             picked = pick(logits_BKV, self._brood(best.ranks), chance, self.drafting)
             return _Drawn(picked, self.heads).tree(best.shape(), root_B1, best, valid_Bn)
         return DraftTree(best.shape(), torch.cat([root_B1, best.tokens], 1), torch.cat([yes_B1, valid_Bn], 1))
+
+    def row(self, root_B: Tensor, room: int, chance: Chance | None) -> Row | None:
+        """The tree of one row that has room as the host has it, where C++ grows it; else None."""
+        table = self.table
+        if table is None or room < self.depth or len(root_B) > 1:
+            return None
+        if self._growing is None:
+            self._growing = Growing(self.most, self.ranks, self.temperatures, table, self.hidden_BD.shape[-1])
+        root = roots(root_B, chance)[0]
+        hidden_11D, read_11C = self.first_read_of(root_B, root)
+        parents, columns = self._growing.grow(hidden_11D, read_11C, self.unrolled.law)
+        return Row(parents, [root, *self.ids(columns)], [True] * len(parents))
 
     def _brood(self, rank_Bn: Tensor) -> Brood:
         """As many children of each head, in order, as the trees take; all there may be where the host must not look."""
@@ -167,19 +185,14 @@ class DynamicSession(HeadsSession):
         behind = self.laws_behind(root_B1, self.depth)
 
         def expand(head: int, way_BWC: Tensor, from_BW: Tensor) -> tuple[Tensor, Tensor]:
-            return self._likeliest(behind(head, way_BWC), self.temperatures[head])
+            return self._likeliest(behind(head, way_BWC), self.temperatures[head : head + 1])
 
         return expand
 
-    def _likeliest(self, logits: Tensor, warm: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and ids [.., R] of the likeliest tokens by logits [.., V'] at temperatures ``warm``."""
-        log, columns = (logits.to(_wide(logits.dtype)) / warm).log_softmax(-1).topk(self.ranks)
+    def _likeliest(self, logits: Tensor, temperatures: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids [.., R] of the likeliest tokens by logits [.., V'] at temperatures."""
+        log, columns = ranked_laws(logits, self.ranks, temperatures)
         return log, self.heads.tokens(columns)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What laws are computed in: half precision would blur them."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from medusa.accept import Acceptance
-from medusa.drafters.base import DraftSession, free, place
+from medusa.drafters.base import DraftSession, free, place, place_each
 from medusa.drafters.best_first import best_first
 from medusa.drafters.children import Drafting
 from medusa.drafters.levels import Level, Plan, Plans, fill
 from medusa.drafters.none import NullDrafter
 from medusa.eagle import EagleLayer
 from medusa.errors import UserError
+from medusa.largest import ranked_laws
 from medusa.mask import attention_bias, bias_of, chain_shape
 from medusa.sampling import Chance
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk, TrunkOutput
+from medusa.uploads import upload
 
 # Of trees that are grown in each step: levels, and nodes of each that are expanded, with as many candidates each, as
 # in EAGLE-2's own code.
@@ -128,7 +130,8 @@ class EagleSession:
         self.plans = None if drafter.topology is None else Plans(drafter.topology)
         self.cache = self.layer.new_cache(0)
         self._chains: dict[int, Shape] = {}
-        self.features_BMF = self.tokens_BM = self.count_B = torch.empty(0)
+        self.features_BMF = self.tokens_BM = torch.empty(0)
+        self.counts: list[int] = []
 
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
         """Read the prompts, but for the feature that goes with the first root."""
@@ -138,24 +141,24 @@ class EagleSession:
         ids_BT = torch.zeros(len(prompts), size, dtype=torch.long)
         for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
             ids_BT[row, :count] = torch.as_tensor(prompt[len(prompt) - count :])
-        ids_BT = ids_BT.to(features_BTF.device)
+        ids_BT = ids_BT.to(features_BTF.device, non_blocking=True)
         self.cache = self.layer.new_cache(len(prompts))
         if size > 1:
             self._read(ids_BT[:, 1:], features_BTF[:, :-1], [count - 1 for count in counts])
-        self.count_B = torch.ones(len(prompts), dtype=torch.long, device=ids_BT.device)
-        self.features_BMF = _at(features_BTF, torch.tensor(counts, device=ids_BT.device)[:, None] - 1)
+        self.counts = [1] * len(prompts)
+        self.features_BMF = _at(features_BTF, upload(counts, ids_BT.device)[:, None] - 1)
         self.tokens_BM = ids_BT[:, :1]
 
     def _read(self, ids_BM: Tensor, features_BMF: Tensor, counts: Sequence[int]) -> Tensor:
         """Read so many true pairs of each row behind what the cache holds; return the last one's states [B, 1, D]."""
         lengths, size, device = self.cache.lengths, ids_BM.shape[1], ids_BM.device
         total, bias = self.cache.reserve(size), None
-        position_BM = torch.tensor(lengths, device=device)[:, None] + torch.arange(size, device=device)
+        position_BM = upload(lengths, device)[:, None] + torch.arange(size, device=device)
         if self.cache.longest:
             bias = attention_bias(self._chain(size, device), lengths, total, features_BMF.dtype)
         state_BMD = self.layer.read(ids_BM, self.layer.fuse(features_BMF), position_BM, bias, self.cache)
         self.cache.set_lengths([length + count for length, count in zip(lengths, counts, strict=True)])
-        return _at(state_BMD, torch.tensor(counts, device=device).clamp(min=1)[:, None] - 1)
+        return _at(state_BMD, upload([max(count, 1) - 1 for count in counts], device)[:, None])
 
     def _chain(self, size: int, device: torch.device) -> Shape:
         """The shape of so many pairs; steps bring few, so that they are kept."""
@@ -178,12 +181,10 @@ class EagleSession:
 
     def _catch_up(self, root_B: Tensor, chance: Chance | None) -> Tensor:
         """Read the pairs that the last step brought; return the states [B, 1, D] of those with the roots."""
-        counts = self.count_B.tolist()
-        idle = [row for row in range(len(counts)) if free(chance, row)]
-        self.cache.release(idle)
-        for row in idle:
-            counts[row] = 1
-        last_B1 = torch.tensor(counts, device=root_B.device)[:, None] - 1
+        idle = {row for row in range(len(self.counts)) if free(chance, row)}
+        self.cache.release(list(idle))
+        counts = [1 if row in idle else count for row, count in enumerate(self.counts)]
+        last_B1 = upload([count - 1 for count in counts], root_B.device)[:, None]
         ids_BM = self.tokens_BM.scatter(1, last_B1, root_B[:, None])[:, : max(counts)]
         return self._read(ids_BM, self.features_BMF[:, : max(counts)], counts)
 
@@ -219,7 +220,7 @@ class EagleSession:
         lengths = self.cache.lengths
         self.cache.set_lengths([length + known for length in lengths])
         self.cache.reserve(ids_Bn.shape[1])
-        position_B1 = torch.tensor(lengths, device=ids_Bn.device)[:, None] + depth
+        position_B1 = upload([length + depth for length in lengths], ids_Bn.device)[:, None]
         state_BnD = self.layer.read(ids_Bn, hidden_BnD, position_B1.expand_as(ids_Bn), bias, self.cache)
         self.cache.set_lengths(lengths)
         return state_BnD
@@ -230,27 +231,27 @@ class EagleSession:
         hidden, states = _at(verified.hidden, path_BA), tuple(_at(state, path_BA) for state in verified.states)
         self.features_BMF = self.layer.features(replace(verified, hidden=hidden, states=states))
         self.tokens_BM = tree.tokens_BN.gather(1, path_BA).roll(-1, 1)
-        self.count_B = acceptance.length_B
+        self.counts = [len(walk.path) for walk in acceptance.on_host(tree)]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``."""
         index = list(rows)
         self.cache.select(index)
         self.features_BMF, self.tokens_BM = self.features_BMF[index], self.tokens_BM[index]
-        self.count_B = self.count_B[index]
+        self.counts = [self.counts[row] for row in index]
 
     def admit(self, slots: Sequence[int], other: EagleSession) -> None:
         """Take over another session's rows, with what their cache holds."""
         self.cache.admit(slots, other.cache)
         size = max(self.tokens_BM.shape[1], other.tokens_BM.shape[1])
-        self.features_BMF, self.tokens_BM, self.count_B = (
+        self.features_BMF, self.tokens_BM = (
             place(_widened(mine, size), slots, _widened(theirs, size))
             for mine, theirs in (
                 (self.features_BMF, other.features_BMF),
                 (self.tokens_BM, other.tokens_BM),
-                (self.count_B, other.count_B),
             )
         )
+        place_each(self.counts, slots, other.counts)
 
 
 class _Expand:
@@ -266,9 +267,8 @@ class _Expand:
         if level:
             self._read(level, way_BWC[..., -1], from_BW)
         logits = layer.draftable(layer.logits(self.state_BWD))
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / session.drafter.temperatures[level]
         ranks = min(session.drafter.width, layer.choices)
-        log_BWR, columns_BWR = wide.log_softmax(-1).topk(ranks)
+        log_BWR, columns_BWR = ranked_laws(logits, ranks, session.drafter.temperatures[level : level + 1])
         return log_BWR, layer.tokens(columns_BWR)
 
     def _read(self, level: int, ids_BW: Tensor, from_BW: Tensor) -> None:
@@ -288,7 +288,5 @@ def _at(x: Tensor, places: Tensor) -> Tensor:
 
 
 def _widened(x: Tensor, size: int) -> Tensor:
-    """[B, M, ..] with zeros behind up to ``size``; [B] as it is."""
-    if x.ndim == 1:
-        return x
+    """[B, M, ..] with zeros behind up to ``size``."""
     return pad(x, (0,) * (2 * x.ndim - 4) + (0, size - x.shape[1]))

@@ -5,6 +5,7 @@ Dimensions: B batch, C tokens on the way, D hidden, E embedding, K heads, V voca
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from medusa.accept import Acceptance
 from medusa.drafters.base import place
 from medusa.drafters.children import Drafting
+from medusa.drafters.filled import serves
 from medusa.errors import UserError
 from medusa.head_parts import LowRank, bare, residual
 from medusa.heads import MedusaHeads
@@ -40,9 +42,15 @@ class HeadsDrafter:
         return self._scaled(torch.arange(trunk.vocab_size, device=trunk.device))
 
     @cached_property
-    def _drafted(self) -> Tensor | None:
+    def drafted(self) -> Tensor | None:
         """Of those that can be drafted."""
         return self._table if self.heads.draft_ids is None else self._scaled(self.heads.draft_ids)
+
+    @cached_property
+    def column_of(self) -> dict[int, int] | None:
+        """By a token's id its place among those that can be drafted, on the host; None if these are all."""
+        ids = self.heads.draft_ids
+        return None if ids is None else {token: column for column, token in enumerate(ids.tolist())}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -63,9 +71,9 @@ class HeadsDrafter:
 
     def embed_drafted(self, columns: Tensor) -> Tensor:
         """The same of the tokens that ``columns`` of the heads' logits stand for."""
-        if self._drafted is None:
+        if self.drafted is None:
             return self.embed(self.heads.tokens(columns))
-        return torch.nn.functional.embedding(columns, self._drafted)
+        return torch.nn.functional.embedding(columns, self.drafted)
 
 
 class Unrolled:
@@ -81,6 +89,10 @@ class Unrolled:
         self._blocks = [[bare(block.linear, dtype) for block in head.residuals] for head in each]
         self._projections = [_projection(heads, head.projection) for head in each]
         self._choices = heads.choices
+
+    def law(self, head: int, hidden: Tensor, read: Tensor) -> Tensor:
+        """Its logits, by what :meth:`features` takes."""
+        return self.logits(head, self.features(head, hidden, read))
 
     def features(self, head: int, hidden: Tensor, read: Tensor) -> Tensor:
         """State [.., D] -> the head's own state; ``read`` [.., D + reads * E] is the state and what else it reads."""
@@ -113,12 +125,44 @@ class HeadsSession:
         self.unrolled = Unrolled(drafter.heads)
         self.drafting = drafter.drafting
         self.embed, self.embed_drafted = drafter.embed, drafter.embed_drafted
+        self.table: Tensor | None = None
+        if drafter.heads.config.kind == "hydra" and drafter.drafted is not None and serves(drafter.drafted):
+            self.table = drafter.drafted.contiguous()  # in one piece, where C++ may read it
+        self._column_of = None if self.table is None else drafter.column_of
+        self._ids = None if self._column_of is None else list(self._column_of)
+        self._first_11C: Tensor | None = None
         self.at_once = not drafter.heads.config.stepwise
         self.hidden_BD = torch.empty(0)
 
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
         """Keep the last state of the prompts."""
         self.hidden_BD = hidden_BD
+
+    def first_read(self, root_B1: Tensor) -> tuple[Tensor, Tensor]:
+        """The state [B, 1, D], and what Hydra's first head reads [B, 1, C]: that and the root's embedding."""
+        hidden_B1D = self.hidden_BD[:, None]
+        return hidden_B1D, torch.cat([hidden_B1D, self.embed(root_B1)], -1)
+
+    def first_read_of(self, root_B: Tensor, root: int) -> tuple[Tensor, Tensor]:
+        """The same of one row where there is a table: two copies, where the root is in it."""
+        hidden_BD, table, read_11C = self.hidden_BD, self.table, self._first_11C
+        column = root if self._column_of is None else self._column_of.get(root)
+        if column is None or table is None:
+            return self.first_read(root_B[:, None])
+        assert hidden_BD.dtype is table.dtype and hidden_BD.stride(1) == 1, "states of a kind that embeddings aren't of"
+        if read_11C is None:
+            read_11C = self._first_11C = table.new_empty(1, 1, hidden_BD.shape[1] + table.shape[1])
+        bytes_ = table.element_size()
+        wide, to = hidden_BD.shape[1] * bytes_, read_11C.data_ptr()
+        piece = table.shape[1] * bytes_
+        ctypes.memmove(to, hidden_BD.data_ptr(), wide)
+        ctypes.memmove(to + wide, table.data_ptr() + column * piece, piece)
+        return hidden_BD.unsqueeze(1), read_11C
+
+    def ids(self, columns: list[int]) -> list[int]:
+        """The tokens that columns of the logits stand for, on the host."""
+        ids = self._ids
+        return columns if ids is None else [ids[column] for column in columns]
 
     def logits_at_once(self, root_B1: Tensor, heads: int) -> Tensor:
         """Logits [B, K, V'] of the first so many heads, which read no drafted token; without a Markov bias."""
@@ -148,14 +192,15 @@ class HeadsSession:
     def _hydra(self, head: int, ids_BWC: Tensor) -> Tensor:
         hidden_BWD = self.hidden_BD[:, None].expand(-1, ids_BWC.shape[1], -1)
         read_BWC = torch.cat([hidden_BWD, self.embed(ids_BWC).flatten(2)], -1)
-        return self.unrolled.logits(head, self.unrolled.features(head, hidden_BWD, read_BWC))
+        return self.unrolled.law(head, hidden_BWD, read_BWC)
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
         """Keep the state of the last accepted node."""
-        hidden_BND, last_B, walks = verified.hidden, acceptance.last_B, acceptance.walks
-        if len(last_B) == 1 and walks is not None:
+        hidden_BND, walks = verified.hidden, acceptance.walks
+        if walks is not None and len(walks) == 1:
             self.hidden_BD = hidden_BND[:, walks[0].path[-1]]  # a view
         else:
+            last_B = acceptance.last_B
             self.hidden_BD = hidden_BND[torch.arange(len(last_B), device=last_B.device), last_B]
 
     def select(self, rows: Sequence[int]) -> None:

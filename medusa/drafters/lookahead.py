@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from torch import Tensor
 
 from medusa.accept import Acceptance
-from medusa.drafters.base import free, place_each
+from medusa.drafters.base import free, place_each, roots
 from medusa.drafters.branches import Branches, as_tree
 from medusa.errors import UserError
 from medusa.sampling import Chance
@@ -129,7 +129,7 @@ class LookaheadSession:
         """The window, and behind it the n-grams that begin with the root, at most ``room`` tokens deep."""
         self._windowed = room > 1  # in the last step but one it would serve nothing any more
         trees = []
-        for number, (row, root) in enumerate(zip(self.rows, root_B.tolist(), strict=True)):
+        for number, (row, root) in enumerate(zip(self.rows, roots(root_B, chance), strict=True)):
             tree = Branches(root, self.lookahead.guesses * (self.lookahead.ngram - 1))
             row.levels[0][0] = root
             if self._windowed:
@@ -155,8 +155,9 @@ class LookaheadSession:
             return
         window, last = self.lookahead.window, self.lookahead.ngram - 2
         logits_BWV = verified.logits[:, last * window : (last + 1) * window, : self.draftable]
-        pairs = zip(self.rows, logits_BWV.argmax(-1).tolist(), acceptance.length_B.tolist(), strict=True)
-        for row, found, moved in pairs:
+        pairs = zip(self.rows, logits_BWV.argmax(-1).tolist(), acceptance.on_host(tree), strict=True)
+        for row, found, walk in pairs:
+            moved = len(walk.path)
             columns = [*row.levels, found]
             for ngram in zip(*columns, strict=True):
                 row.keep(ngram, self.lookahead.guesses)

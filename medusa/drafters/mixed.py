@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from medusa.accept import Acceptance
+from medusa.biases import Biases
 from medusa.drafters.base import place_each
-from medusa.drafters.branches import Branches, accepted, as_tree
+from medusa.drafters.branches import Branches, as_tree
 from medusa.drafters.dynamic import DynamicDrafter
 from medusa.drafters.prompt_lookup import Lookup, PromptLookupDrafter
 from medusa.errors import UserError
 from medusa.sampling import Chance
-from medusa.tree import DraftTree
+from medusa.tree import DraftTree, Row
 from medusa.trunk import Trunk, TrunkOutput
+from medusa.uploads import upload
 
 LEAST = 4  # tokens of an end of the text that says more about what follows than heads do
 # Of a text drawn at temperature 1 one in three tokens is what was looked up (a character trunk, ends of 4 or more).
@@ -71,6 +73,7 @@ class MixedSession:
         self.heads = drafter.dynamic.open(trunk)
         self.lookup = drafter.lookup.open(trunk)
         self.records: list[Record] = []
+        self._biases = Biases()
 
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
         """Take in the prompts."""
@@ -93,30 +96,40 @@ class MixedSession:
         if drawn and not given:
             found = [record.weigh(row) for record, row in zip(self.records, found, strict=True)]
             left = [self.nodes - len(row.parents) for row in found]
-            most_B1 = torch.tensor(left, device=root_B.device)[:, None]
+            most_B1 = upload(left, root_B.device)[:, None]
+        alone = not most or all(len(row.parents) == 1 for row in found)  # nothing was looked up
+        own = None if drawn or alone else self.heads.row(root_B, room, chance)
+        if own is not None:
+            return self._merged([own], found, drawn, most, room, root_B.device)
         tree = self.heads.grow(root_B, room, chance, most_B1)
-        if not most or all(len(row.parents) == 1 for row in found):
+        if alone:
             return tree
-        parts = (tree.shape.parents.expand_as(tree.tokens_BN), tree.tokens_BN, tree.valid_BN.long())
+        return marked(self._merged(read_off(tree), found, drawn, most, room, root_B.device), tree)
+
+    def _merged(
+        self, own: Sequence[Row], found: Sequence[Branches], drawn: bool, most: int, room: int, device: torch.device
+    ) -> DraftTree:
+        """The heads' trees and what was looked up, of which at most ``most`` nodes are taken."""
         rows = []
-        for looked_up, (parents, tokens, valid) in zip(found, torch.stack(parts, 1).tolist(), strict=True):
+        for (parents, tokens, valid), looked_up in zip(own, found, strict=True):
+            size = len(tokens)
+            while not valid[size - 1]:
+                size -= 1  # fillers at the end are left out
             row = Branches(tokens[0], self.nodes)
-            size = max(node for node in range(len(valid)) if valid[node]) + 1  # fillers at the end are left out
             for node in range(1, size if drawn else fitting(parents, tokens, size, looked_up, self.nodes)):
                 hang = row.child if valid[node] else row.unacceptable  # in the heads' own order, so numbers stay
                 hang(parents[node], tokens[node])
             hang_behind(row, looked_up, most, room)
             rows.append(row)
-        return marked(as_tree(rows, root_B.device, tree.size), tree)
+        return as_tree(rows, device, len(own[0].tokens), self._biases)
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
         """Learn which path was accepted."""
         self.heads.commit(tree, verified, acceptance)
         self.lookup.commit(tree, verified, acceptance)
         if any(record.guess is not None for record in self.records):
-            after = acceptance.next_token_B.tolist()
-            for record, tokens, last in zip(self.records, accepted(tree, acceptance.path_BA), after, strict=True):
-                record.count([*tokens, last])
+            for record, walk in zip(self.records, acceptance.on_host(tree), strict=True):
+                record.count(walk.tokens)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only ``rows``."""
@@ -161,6 +174,12 @@ class Record:
         row = Branches(found.tokens[0], found.most)
         hang_behind(row, found, found.most, depth)
         return row
+
+
+def read_off(tree: DraftTree) -> list[Row]:
+    """The nodes of a tree, which the device made: one transfer."""
+    parts = (tree.shape.parents.expand_as(tree.tokens_BN), tree.tokens_BN, tree.valid_BN.long())
+    return [Row(*each) for each in torch.stack(parts, 1).tolist()]
 
 
 def fitting(parents: Sequence[int], tokens: Sequence[int], size: int, looked_up: Branches, nodes: int) -> int:

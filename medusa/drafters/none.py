@@ -28,14 +28,16 @@ class NullSession:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
+        self._valid_B1 = torch.ones(1, 1, dtype=torch.bool, device=shape.depths.device)
 
     def start(self, prompts: Sequence[Sequence[int]], hidden_BD: Tensor, output: TrunkOutput) -> None:
         """Nothing to take in."""
 
     def propose(self, root_B: Tensor, room: int, chance: Chance | None = None) -> DraftTree:
         """The root alone."""
-        tokens_BN = root_B[:, None]
-        return DraftTree(self.shape, tokens_BN, torch.ones_like(tokens_BN, dtype=torch.bool))
+        rows = len(root_B)
+        valid_B1 = self._valid_B1 if rows == 1 else self._valid_B1.expand(rows, -1)
+        return DraftTree(self.shape, root_B.unsqueeze(1), valid_B1)
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
         """Nothing to remember."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from medusa.accept import Acceptance
-from medusa.drafters.base import free, place_each
+from medusa.drafters.base import free, place_each, roots
 from medusa.drafters.branches import Branches, accepted, as_tree
 from medusa.errors import UserError
 from medusa.sampling import Chance
@@ -86,7 +86,7 @@ class PromptLookupSession:
 
     def branches(self, root_B: Tensor, room: int, chance: Chance | None = None) -> list[Branches]:
         """The same as the runs themselves, row by row."""
-        trees = [Branches(root, self.lookup.nodes) for root in root_B.tolist()]
+        trees = [Branches(root, self.lookup.nodes) for root in roots(root_B, chance)]
         for number, (row, tree) in enumerate(zip(self.rows, trees, strict=True)):
             if not free(chance, number):
                 row.extend(tree.tokens)
@@ -95,7 +95,7 @@ class PromptLookupSession:
 
     def commit(self, tree: DraftTree, verified: TrunkOutput, acceptance: Acceptance) -> None:
         """Append what was accepted."""
-        for row, tokens in zip(self.rows, accepted(tree, acceptance.path_BA), strict=True):
+        for row, tokens in zip(self.rows, accepted(tree, acceptance), strict=True):
             row.extend(tokens)
 
     def select(self, rows: Sequence[int]) -> None:

@@ -65,6 +65,7 @@ def served(run: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], st
         (["--port", "65616"], "--port 65616: give one in 0..65535"),
         (["--rows", "0"], "rows=0: give at least 1"),
         (["--timeout", "0"], "timeout=0.0: give seconds above 0"),
+        (["--grace", "-1"], "grace=-1.0: give seconds from 0 up"),
         (["--api-key-file", "nowhere"], "nowhere can't be read"),
         (["--api-key-file", "{empty}"], "is empty: give a file that holds the key"),
         (["--prot", "1"], "unknown option 'prot' .did you mean port"),

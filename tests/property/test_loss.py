@@ -11,7 +11,8 @@ from torch import Tensor
 
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.testing import random_heads, tiny_trunk
-from medusa.train.loss import count_pairs, multi_head_loss, pair_mask, weights
+from medusa.train.loss import multi_head_loss, weights
+from medusa.train.pairs import count_pairs, pair_mask
 
 NUM = 3
 

@@ -451,6 +451,11 @@ def test_a_plain_trunk_is_measured_where_the_user_stands(
         (["--prompt-set", "heldout", "--drafters", "cut:9"], "a cut of 9 layers"),
         (["--batch-sizes", "0"], "batch_sizes=0: give at least 1"),
         (["--temperatures", "-0.5"], "temperatures=-0.5: give at least 0"),
+        (["--categories", "qa"], "categories=['qa']: heldout has none; add a set of questions, such as spec"),
+        (["--draft-temperatures", "0.5"], "draft_temperatures, and no row samples: add temperatures above 0"),
+        (["--profile-clock", "cpu"], "--profile-clock cpu without --profile"),
+        (["--profile", "--batch-sizes", "2"], "--profile takes no --batch-sizes: leave it out"),
+        (["--profile", "--prompt-set", "spec", "heldout"], "--profile takes no second --prompt-set: leave it out"),
         (["--drafters", "none", "--max-new-tokens", "125"], "exceeds the trunk's context of 128"),
     ],
 )

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,12 @@ from medusa.decoding import Decoder, Request
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
 from medusa.infer.bench.given import GivenDrafter, GivenRule, spread
+from medusa.infer.bench.profile import DeviceClock
+from medusa.machine import Rates
 from medusa.testing import tiny_model, tiny_trunk
 from medusa.tree import Topology
+
+from .pretend import PretendedGPU, move
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,7 +107,8 @@ def test_gpu_runs_small_on_a_processor_and_says_so(tmp_path: Path, capsys: pytes
     gpu.main(["--device", "cpu", "--out", str(tmp_path / "gpu.json"), *few])
     said, found = capsys.readouterr().out, json.loads((tmp_path / "gpu.json").read_text())
     assert gpu.SMALL in said and found["note"] == gpu.SMALL and list(found["shapes"]) == ["small"]
-    figures = found["shapes"]["small"]
+    assert list(found["shapes"]["small"]["ways"]) == ["eager"]
+    figures = found["shapes"]["small"]["ways"]["eager"]
     assert [row["nodes"] for row in figures["cost_curve"]] == list(gpu.NODES)
     for row in figures["cost_curve"]:
         assert row["ratio"] == pytest.approx(row["ms"] / row["least_ms"]) and row["ms"] > 0
@@ -112,6 +118,79 @@ def test_gpu_runs_small_on_a_processor_and_says_so(tmp_path: Path, capsys: pytes
     assert list(ways) == ["generate", "ours, no drafts", "4 nodes, 100% accepted"]
     assert ways["generate"]["speedup"] == 1 and ways["ours, no drafts"]["tokens_per_step"] == 1
     assert ways["4 nodes, 100% accepted"]["tokens_per_step"] == 2.5  # 5 after the first: 4 and 1
+
+
+def test_gpu_goes_on_where_something_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, few = script("gpu"), ["--device", "cpu", "--out", str(tmp_path / "gpu.json"), "--context", "9"]
+
+    def ways() -> dict[str, Any]:
+        gpu.main([*few, "--tokens", "4", "--nodes", "4", "--rounds", "1", "--repeats", "1", "--compile"])
+        found: dict[str, Any] = json.loads((tmp_path / "gpu.json").read_text())["shapes"]["small"]
+        return found
+
+    def none_left(*_: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(gpu, "CompiledSteps", lambda *_: none_left())
+    found = ways()["ways"]
+    assert "failed" not in found["eager"] and found["compiled"] == {"failed": "out of memory"}
+    assert "failed: out of memory" in capsys.readouterr().out
+    few += ["--limit", "-1"]
+    assert "not begun" in ways()["failed"]
+    few[-1] = "9"
+    monkeypatch.setattr(gpu, "make_trunk", none_left)
+    assert ways() == {"failed": "out of memory"}
+
+
+class _Moment:
+    """Stands for an event in a GPU's queue."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: _Moment) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.mark.slow
+def test_gpu_on_a_pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, recorded steps too: what it would do on a GPU, with stand-ins for what asks the driver."""
+    gpu = script("gpu")
+    few = ["--context", "20", "--tokens", "6", "--nodes", "4", "--acceptance", "1", "--rounds", "2", "--repeats", "1"]
+    few += ["--device", "cuda", "--shapes", "small", "--dtype", "float32", "--out", str(tmp_path / "gpu.json")]
+
+    def put(make: Any) -> Any:
+        def made(*arguments: Any, **options: Any) -> Any:
+            arguments = tuple(torch.device("cpu") if isinstance(each, torch.device) else each for each in arguments)
+            thing = make(*arguments, **options)
+            move(thing)
+            return thing
+
+        return made
+
+    for name in ("make_trunk", "MedusaHeads"):
+        monkeypatch.setattr(gpu, name, put(getattr(gpu, name)))
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 10**6)
+    monkeypatch.setattr(torch.cuda, "Event", _Moment)
+    monkeypatch.setattr(DeviceClock.__init__, "__defaults__", (None, lambda: None))
+    monkeypatch.setattr("medusa.graphs.CudaRecorder", lambda device: lambda work: work)
+    rates = Rates(1e9, 1e12, 1 << 20, "float32", "2026-01-01")
+    monkeypatch.setattr(gpu, "rates", lambda *_: rates)
+    with PretendedGPU():
+        gpu.main(few)
+    ways = json.loads((tmp_path / "gpu.json").read_text())["shapes"]["small"]["ways"]
+    assert list(ways) == ["eager", "graphs"]
+    for figures in ways.values():
+        assert [row["nodes"] for row in figures["cost_curve"]] == list(gpu.NODES)
+        assert figures["throughput"][-1]["tokens_per_step"] == 2.5
+        assert figures["peak_memory_mb"] == 1
 
 
 def test_gpus_shapes_are_those_that_they_are_named_for() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from medusa.bound_files import DRAFT_IDS
 from medusa.checkpoint import (
-    DRAFT_IDS,
     MANIFEST,
     TREE,
     WEIGHTS,
@@ -260,6 +260,13 @@ def test_broken_files_are_named(folder: Path, file: str, text: str | None, words
     with pytest.raises(UserError) as caught:
         load_heads(folder, trunk_of())
     assert all(word in one_line(caught) for word in [str(folder), *words]), str(caught.value)
+
+
+def test_weights_that_the_system_does_not_give_out_are_named(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+    with pytest.raises(UserError, match=rf"{WEIGHTS} can't be read \(.*\): train the heads anew with `medusa train`"):
+        load_heads(folder, trunk_of())
 
 
 # The trunk's name.

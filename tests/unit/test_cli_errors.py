@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -28,20 +30,41 @@ WRONG = [
     (["recipe.yaml", "--threads", "many"], "threads=many is not valid: give 'auto' or int"),
     (["recipe.yaml", "--seed", "x"], "seed=x is not valid: give int"),
     (["recipe.yaml", "--trunk.new.layers", "x"], "trunk.new.layers=x is not valid: give int"),
-    (["recipe.yaml", "--tracking.wandb", "on"], "tracking.wandb=on is not valid: give 'off' or 'offline' or 'online'"),
+    (["recipe.yaml", "--trunk.new.tied", "maybe"], "trunk.new.tied=maybe is not valid: give true or false"),
+    (
+        ["recipe.yaml", "--trunk.new", "3"],
+        "trunk.new=3 is not valid: give options of its own (such as trunk.new.layers",
+    ),
+    (
+        ["recipe.yaml", "--trunk", "3"],
+        "trunk=3 is not valid: give a YAML file, or options of its own (such as trunk.name)",
+    ),
+    (["recipe.yaml", "--heads.markov", "x"], "heads.markov=x is not valid: give int or null"),
+    (["recipe.yaml", "--eagle.layers", "[1,x]"], "eagle.layers=[1, 'x'] is not valid: give a list of int or null"),
+    (["recipe.yaml", "--joint.modules", "3"], "joint.modules=3 is not valid: give 'all-linear' or a list of str"),
+    (["recipe.yaml", "--calibration.sizes", "x"], "calibration.sizes=x is not valid: give a list such as [1, 2]"),
+    (
+        ["recipe.yaml", "--heads_training.cache_states", "maybe"],
+        "heads_training.cache_states=maybe is not valid: give true, false or 'auto'",
+    ),
+    (["recipe.yaml", "--run"], "--run is given without a value: add one"),
+    (["recipe.yaml", "--dry-run=maybe"], "--dry_run takes no value: leave 'maybe' out"),
+    (["recipe.yaml", "--tracking.wandb", "on"], "tracking.wandb=on is not valid: give 'off', 'offline' or 'online'"),
     (
         ["recipe.yaml", "--heads.kind", "hydr"],
         "heads.kind='hydr': choose from medusa, root, hydra (did you mean",
     ),
     (["recipe.yaml", "--heads.num", "0"], "heads.num=0: give at least 1"),
-    (["recipe.yaml", "--fresh", "head"], "invalid choice: 'head'"),
-    (["recipe.yaml", "--trunk_training.steps", "0"], "steps=0: give at least 1"),
-    (["recipe.yaml", "stray"], "unknown option 'stray'"),
+    (["recipe.yaml", "--fresh", "head"], "medusa train: --fresh head: choose from trunk, text, heads, joint, eagle, c"),
+    (["recipe.yaml", "--trunk_training.steps", "0"], "trunk_training.steps=0: give at least 1"),
+    (["recipe.yaml", "stray"], "unexpected 'stray': options are given as --NAME VALUE"),
+    (["recipe.yaml", "--run.x", "3"], "unknown option 'run.x'"),
     (["typo.yaml"], "unknown option 'heads.kinds' (did you mean heads.kind?)"),
     (["top.yaml"], "unknown option 'heds.kind' (did you mean heads.kind?)"),
     (["nested.yaml"], "unknown option 'trunk.new.hiden' (did you mean trunk.new.hidden?)"),
-    (["broken.yaml"], "roblem"),
-    (["list.yaml"], "nexpected config"),
+    (["broken.yaml"], "broken.yaml can't be read as YAML (while parsing a flow sequence at line 1, column 6"),
+    (["list.yaml"], "list.yaml names no options: give lines such as `seed: 1`"),
+    (["--config", "none.yaml"], "no file none.yaml: give one in YAML"),
     (["latin.yaml"], "medusa train: latin.yaml can't be read ('utf-8' codec can't decode byte 0xe9"),
     (["recipe.yaml", "--data=latin.yaml"], "latin.yaml can't be read"),
     (["recipe.yaml", "--heads-training.step", "4"], "(did you mean heads_training.steps?)"),
@@ -77,6 +100,25 @@ def test_wrong_input(argv: list[str], message: str, workplace: Path, capsys: pyt
     assert out == "" and err.startswith("medusa: error: ") and err.count("\n") == 1
     assert message in err
     assert sorted(workplace.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, "data inspect"])
+@pytest.mark.parametrize("words", [["a", "--no-such-option", "1"], ["a", "--no-such-option=1"]])
+def test_every_command_ends_in_one_line(
+    command: str, words: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command.split(), *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("medusa: error: ") and err.count("\n") == 1
+    assert "unknown option" in err or command == "train"  # which names the recipe first
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, "data inspect"])
+def test_every_command_has_a_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command.split(), "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and out.startswith(f"usage: medusa {command} ") and "<class" not in out
 
 
 def test_every_key_of_a_recipe_is_an_option_in_either_spelling() -> None:
@@ -141,6 +183,58 @@ def test_a_file_that_cannot_be_read_is_one_line() -> None:
     parser.parse_args = refuse
     with pytest.raises(UserError, match=r"a configuration file can't be read \(.*Permission denied: 'secret.yaml'\)"):
         parse(parser, [])
+
+
+# What one option of some type is given, and what the line must say.
+TYPES = [
+    (bool | None, "maybe", "true, false or null"),
+    (bool, "1", "true or false"),
+    (int, "1.5", "int"),
+    (int | None, "x", "int or null"),
+    (float, "x", "float"),
+    (Literal["a", "b"] | int, "c", "'a', 'b' or int"),
+    (Sequence[int] | None, "3", "a list of int or null"),
+    (Sequence[Sequence[int]] | None, "[[1, x]]", "a list of lists of int or null"),
+    (int | Sequence[int] | None, "[1, x]", "int, a list of int or null"),
+    (tuple[int, float] | None, "[1]", "[int, float] or null"),
+    (tuple[float, ...], "x", "a list such as [1, 2]"),
+    (dict[str, int] | None, "x", "a mapping ('{name: value}') or null"),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "wanted"), TYPES, ids=[wanted for *_, wanted in TYPES])
+def test_a_value_of_another_type_is_told_what_to_be(kind: Any, given: str, wanted: str) -> None:
+    parser = new_parser("x", "y")
+    parser.add_argument("--packed", type=kind)
+    with pytest.raises(UserError) as caught:
+        parse(parser, ["--packed", given])
+    assert str(caught.value).startswith("medusa x: packed=")
+    assert str(caught.value).endswith(f" is not valid: give {wanted}; see medusa x --help")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--out", "x"], "run is missing: give a folder"),
+        (["a"], "--out is missing: give where to"),
+        ([], "run and --out are missing"),
+        (["a", "--out"], "--out is given without a value: add one"),
+        (["a", "--out", "x", "--sizes"], "--sizes is given without a value: add one or more"),
+        (["a", "--out", "x", "--way", "fats"], "--way fats: choose from fast, slow (did you mean fast?)"),
+        (["a", "--out", "x", "b"], "unexpected 'b': options are given as --NAME VALUE"),
+        (["a", "--out", "x", "--fast=1"], "--fast takes no value: leave '1' out"),
+    ],
+)
+def test_words_that_are_missing_or_too_many_are_told(argv: list[str], said: str) -> None:
+    parser = new_parser("x", "y")
+    parser.add_argument("run", type=str, help="a folder")
+    parser.add_argument("--out", type=str, required=True, help="where to")
+    parser.add_argument("--sizes", type=int, nargs="+")
+    parser.add_argument("--way", choices=["fast", "slow"])
+    parser.add_argument("--fast", action="store_true")
+    with pytest.raises(UserError) as caught:
+        parse(parser, argv)
+    assert str(caught.value) == f"medusa x: {said}; see medusa x --help"
 
 
 def test_abbreviations_are_not_taken() -> None:

@@ -249,18 +249,17 @@ def test_the_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_inductor(family: str) -> None:
-    trunk = tiny_trunk(family, dtype=torch.float32)
+def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    trunk = tiny_trunk("gemma3", dtype=torch.float32)
     engine = Engine(trunk, compile=True)
     engine.warmup()
     assert trunk.compiled is not None and set(trunk.compiled.compiled) == {(1, 1)}
     torch.testing.assert_close(*both(trunk, [9], Topology.root()), rtol=1e-5, atol=1e-5)
     expected = [plain_greedy(trunk, prompt, 24) for prompt in PROMPTS[:2]]
     drafter = ScriptedDrafter({tuple(p): e for p, e in zip(PROMPTS, expected, strict=False)}, honesty=0.7, size=6)
-    trunk.compiled.add([StepSize(1, 6), StepSize(2, 6)])
-    assert text(trunk, drafter, PROMPTS[:1], 24) == expected[:1]
+    trunk.compiled.add([StepSize(2, 6)])
     assert text(trunk, drafter, PROMPTS[:2], 24) == expected
-    assert set(trunk.compiled.compiled) == {(1, 1), (1, 6), (2, 6)}
+    assert set(trunk.compiled.compiled) == {(1, 1), (2, 6)}
     warm_up(trunk, NullDrafter())  # nothing is left to do
     torch.testing.assert_close(*both(trunk, [BLOCK - 3, 5]), rtol=1e-5, atol=1e-5)

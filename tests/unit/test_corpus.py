@@ -157,10 +157,10 @@ def test_unknown_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"heldout": 0.0}, "heldout 0.0"),
-        ({"heldout": 1.0}, "heldout 1.0"),
-        ({"block": 1}, "block 1"),
-        ({"source": "a.txt", "path": "b.txt"}, "path 'b.txt' is for tinyshakespeare"),
+        ({"heldout": 0.0}, "data.heldout=0.0: it is a share"),
+        ({"heldout": 1.0}, "data.heldout=1.0: it is a share"),
+        ({"block": 1}, "data.block=1 leaves"),
+        ({"source": "a.txt", "path": "b.txt"}, "data.path='b.txt' is for tinyshakespeare"),
     ],
 )
 def test_bad_config(options: dict[str, object], message: str) -> None:
@@ -173,7 +173,7 @@ def test_config_fields_are_documented_options() -> None:
 
     parser = ArgumentParser()
     parser.add_class_arguments(DataConfig, "data")
-    assert "Tokens in a training row." in parser.format_help()
+    assert "tokens in a training row." in parser.format_help()
     assert parser.parse_args(["--data.block=64", "--data.source=a.txt"]).data.block == 64
 
 
@@ -288,7 +288,7 @@ def test_command_copies_as_a_whole(fake_corpus: Path, tmp_path: Path) -> None:
     ("argv", "message"),
     [
         (["tinyshakespear"], r"no data set 'tinyshakespear' \(did you mean tinyshakespeare\?\)"),
-        ([], "medusa data: .*required"),
+        ([], "medusa data: name is missing: give the corpus: tinyshakespeare"),
         (["tinyshakespeare", "--ouut", "x"], r"medusa data: unknown option 'ouut' \(did you mean out\?\)"),
         (["tinyshakespeare", "--sourc", "x"], r"unknown option 'sourc' \(did you mean sources\?\)"),  # no abbreviations
         (["tinyshakespeare", "--sources", "web,cach"], r"'cach'.*did you mean cache\?"),

@@ -99,13 +99,13 @@ def test_spread(numbers: Any, wanted: tuple[float, ...]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "medusa data inspect: .*required"),
+        ([], "medusa data inspect: what is missing: give a recipe"),
         (["a.jsonl", "--data.blok=3"], r"unknown option 'data\.blok' \(did you mean data\.block\?\)"),
         (["a.jsonl", "--data.block=x"], r"data\.block=x is not valid"),
-        (["a.jsonl", "--rows=-1"], "rows=-1, width=0: give numbers from 0 up"),
+        (["a.jsonl", "--rows=-1"], "rows=-1: give at least 0"),
         (["a.jsonl"], "a.jsonl does not exist"),
         (["nowhere.yaml"], "nowhere.yaml can't be read"),
-        (["chat.jsonl"], "tokenizer 'trunk' needs a trunk to take it from"),
+        (["chat.jsonl"], "data.tokenizer='trunk' and no trunk: name one"),
         (["chat.jsonl", "--data.tokenizer=trunkk"], "no tokenizer can be loaded from 'trunkk'"),
         (["broken.yaml"], "broken.yaml: data and trunk are groups"),
         (["unknown.yaml"], r"unknown option 'data\.sourc' \(did you mean data\.source\?\)"),

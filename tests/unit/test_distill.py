@@ -150,7 +150,7 @@ def test_a_given_system_turn_stands_in_the_header() -> None:
         ("{{ messages[0]['content'] | upper }}", {}, "word for word"),
         ("{{ bos_token + messages[0]['content'] }}", {}, "does not mark the end"),
         ("{{ messages[0]['content'] + ';' }}", {}, "puts nothing before"),
-        (LLAMA2, {"system": "Be brief"}, r"refuses \['system', 'user'\] \(no system turns\)"),
+        (LLAMA2, {"system": "Be brief"}, r"refuses messages of system, user \(no system turns\)"),
         ("{{ 'Q:' + messages[-1]['content'] + ';' }}", {"bare": True}, "word for word"),
         ("{% for m in messages %}{{ m['content'] + ';' }}{% endfor %}", {"bare": True}, "where a later turn"),
     ],

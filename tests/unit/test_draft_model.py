@@ -80,7 +80,7 @@ def test_drafts_after_any_acceptance_equal_those_of_a_fresh_prefill(family: str,
         if turn == 7:
             last_B = last_B * 0 + drafts.size - 1
         paths_BA = drafts.shape.paths_to(last_B)
-        session.commit(drafts, NOTHING, Acceptance(paths_BA, last_B, NOTHING))
+        session.commit(drafts, NOTHING, Acceptance(paths_BA, last_B, torch.zeros_like(last_B)))
         for text, path, tokens in zip(texts, paths_BA.tolist(), drafts.tokens_BN.tolist(), strict=True):
             text += [tokens[node] for node in path if node >= 0]
             seen.add(sum(node >= 0 for node in path) - 1)

@@ -89,7 +89,7 @@ class Run:
         """Let each row accept the way to a node; return how many drafts those are."""
         verified = self.trunk.tree_forward(tree, self.cache, layers=self.drafter.layers)
         paths_BA = tree.shape.paths_to(last_B)
-        self.session.commit(tree, verified, Acceptance(paths_BA, last_B, torch.empty(0)))
+        self.session.commit(tree, verified, Acceptance(paths_BA, last_B, torch.zeros_like(last_B)))
         paths = [[node for node in path if node >= 0] for path in paths_BA.tolist()]
         self.cache.commit(paths)
         for text, path, tokens in zip(self.texts, paths, tree.tokens_BN.tolist(), strict=True):

@@ -129,21 +129,24 @@ def weights(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], N
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "format": (manifest(lambda c: c.update(format=9)), "has format 9: this version reads format 1"),
-    "no config": (manifest(lambda c: c.pop("config")), "eagle.json: 'config'; train the layer anew"),
+    "no config": (manifest(lambda c: c.pop("config")), "eagle.json: 'config'; train the EAGLE layer anew"),
     "version": (manifest(lambda c: c["config"].update(version=2)), "eagle.version=2: choose 1"),
     "unknown field": (manifest(lambda c: c["sizes"].update(depth=2)), "unexpected keyword argument 'depth'"),
     "odd size": (manifest(lambda c: c["sizes"].update(head_size=7)), "heads of size 7"),
     "rope": (manifest(lambda c: c["sizes"].update(rope={"rope_type": "dynamic"})), "type 'dynamic' change with"),
     "layers": (manifest(lambda c: c["config"].update(layers=[1, 3])), r"eagle.layers=\[1, 3\]: the trunk has 2"),
     "trunk": (manifest(lambda c: c.update(trunk=3)), "trunk is 3, not a name"),
-    "other trunk": (manifest(lambda c: c.update(fingerprint="0" * 16)), "was trained for trunk 0000000000000000"),
+    "other trunk": (
+        manifest(lambda c: c.update(fingerprint="0" * 16)),
+        "holds the EAGLE layer of trunk 0000000000000000",
+    ),
     "no json": (lambda folder: (folder / EAGLE).write_text("{"), "can't be read as JSON"),
     "no weights": (lambda folder: (folder / EAGLE_WEIGHTS).unlink(), "eagle.safetensors does not exist"),
     "half a file": (lambda folder: (folder / EAGLE_WEIGHTS).write_bytes(b"12345"), "can't be read"),
     "missing": (weights(lambda w: w.pop("norm.weight")), r"tensor norm.weight is missing, .* needs \(32,\)"),
     "left over": (weights(lambda w: w.update(more=torch.ones(2))), r"tensor more is \(2,\), .* none of that name"),
     "mis-shaped": (weights(lambda w: w.update({"norm.weight": torch.ones(2)})), r"norm.weight is \(2,\)"),
-    "no ids": (weights(lambda w: w.pop("draft_ids")), "eagle.vocab=40 and no draft_ids are given"),
+    "no ids": (weights(lambda w: w.pop("draft_ids")), r"tensor draft_ids is missing, .* needs \(40,\)"),
     "wrong ids": (weights(lambda w: w["draft_ids"].fill_(70)), "draft_ids do not ascend"),
 }
 

@@ -245,7 +245,7 @@ def test_fields_that_do_not_fit_are_named(
 def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"say how many rows to take with data\.examples"):
         DataConfig(streaming=True)
-    with pytest.raises(UserError, match="examples 1 can't be split"):
+    with pytest.raises(UserError, match=r"data\.examples=1 can't be split"):
         DataConfig(examples=1)
     (tmp_path / "a.txt").write_text("hello there")
     for options in ({"examples": 3}, {"format": "messages"}, {"streaming": True, "examples": 3}):

@@ -1,8 +1,7 @@
-"""Attention with the query heads of a group laid behind each other: the library's sum, and used where it is faster."""
+"""Attention without copies of keys and values, folded or our own: the library's sum, and used where it is faster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from medusa import folded
 from medusa.compiled import CompiledSteps, StepSize
 from medusa.decoding import Request, generate_ids
+from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
-from medusa.family import FOLDED, LIBRARY
-from medusa.folded import MOST, fold_mask, folded_attention, folding_pays, groups, settle
+from medusa.family import FOLDED, LIBRARY, OWN
+from medusa.folded import MOST, fastest, fold_mask, folded_attention, groups, own_attention, settle
 from medusa.selfcheck import tree_error
 from medusa.testing import ScriptedDrafter, plain_greedy, tiny_model, tiny_trunk
+from medusa.tree_attention import available, tree_attention
 from medusa.trunk import Trunk
 
 GROUPED = ("llama", "qwen3", "gemma3")  # one mask; one with head sizes of its own; a mask per layer type
 PROMPTS = [[3, 0, 17, 5], [64, 1, 2, 3, 0, 0, 9, 40, 11], [7]]
+compiler = pytest.mark.skipif(not available(), reason="there is no C++ compiler here")
 
 
 def module(copies: int) -> Any:
@@ -33,10 +35,15 @@ def module(copies: int) -> Any:
     return made
 
 
+def faster(name: str, trunk: Trunk, monkeypatch: pytest.MonkeyPatch) -> Trunk:
+    """The trunk, whose attention of that name was found to be the fastest."""
+    monkeypatch.setattr(folded, "fastest", lambda _: name)
+    return settle(trunk)
+
+
 def fold(trunk: Trunk, monkeypatch: pytest.MonkeyPatch) -> Trunk:
     """The trunk, found to be faster folded."""
-    monkeypatch.setattr(folded, "folding_pays", lambda _: True)
-    return settle(trunk)
+    return faster(FOLDED, trunk, monkeypatch)
 
 
 @given(
@@ -129,6 +136,84 @@ def test_texts_stay_the_trunks_own(family: str, monkeypatch: pytest.MonkeyPatch)
     assert tree_error(trunk) < 1e-5
 
 
+@compiler
+@pytest.mark.parametrize("family", [*GROUPED, "gpt2"])
+def test_texts_stay_the_trunks_own_by_our_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = tiny_trunk(family, dtype=torch.float32)
+    texts = [plain_greedy(trunk, prompt, 20) for prompt in PROMPTS]
+    faster(OWN, trunk, monkeypatch)
+    assert trunk.copies == 1 and trunk.config._attn_implementation == OWN
+    nodes: set[int] = set()
+
+    def watched(query: Tensor, *rest: Any) -> Tensor:
+        nodes.add(query.shape[2])
+        return tree_attention(query, *rest)
+
+    monkeypatch.setattr(folded, "tree_attention", watched)
+    drafter = ScriptedDrafter({tuple(p): t for p, t in zip(PROMPTS, texts, strict=True)}, honesty=0.7)
+    for each in (drafter, NullDrafter()):
+        assert generate_ids(trunk, each, [Request(prompt, 20) for prompt in PROMPTS]) == texts
+    assert {1, 8} <= nodes and tree_error(trunk) < 1e-5
+
+
+def attention_problem(nodes: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, length, 8, generator=generator) for heads, length in ((6, nodes), (2, 9)))
+    mask = torch.zeros(1, 1, nodes, 9).masked_fill(torch.rand(1, 1, nodes, 9, generator=generator) < 0.5, -1e9)
+    return query, key, mask
+
+
+@compiler
+@pytest.mark.parametrize("scaling", [None, 0.3, 0.0])
+def test_our_attention_is_the_librarys_sum(scaling: float | None) -> None:
+    query, key, mask = attention_problem()
+    idle = {"sliding_window": 4, "softcap": None, "output_attentions": False}
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folded, "sdpa_attention_forward", lambda *_, **__: pytest.fail("the library's"))
+        found, _ = own_attention(module(3), query, key, key + 1, mask, scaling=scaling, **idle)  # type: ignore[arg-type]
+        expected, _ = sdpa_attention_forward(module(3), query, key, key + 1, mask, scaling=scaling)
+    assert found.shape == expected.shape and torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        {"dropout": 0.5},
+        {"position_bias": torch.ones(1, 6, 3, 9)},
+        {"softcap": 3.0},
+        {"s_aux": torch.ones(6)},
+        {"output_attentions": True},
+    ],
+    ids=lambda otherwise: next(iter(otherwise)),
+)
+def test_what_is_more_than_the_sum_is_left_to_the_library(
+    otherwise: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def library(*given: Any, **named: Any) -> tuple[Any, None]:
+        asked.update(named, dropout=given[5])
+        return query, None
+
+    monkeypatch.setattr(folded, "tree_attention", lambda *_: pytest.fail("our own sum"))
+    monkeypatch.setattr(folded, "sdpa_attention_forward", library)
+    query, key, mask = attention_problem()
+    with torch.inference_mode():
+        own_attention(module(3), query, key, key, mask, **otherwise)
+    ((name, value),) = otherwise.items()
+    assert asked[name] is value
+
+
+def test_gradients_go_through_the_librarys_attention() -> None:
+    query, key, mask = attention_problem()
+    query.requires_grad_()
+    found, _ = own_attention(module(3), query, key, key, mask)
+    expected, _ = sdpa_attention_forward(module(3), query, key, key, mask)
+    assert torch.equal(found, expected)
+    (gradient,) = torch.autograd.grad(found.sum(), query)
+    assert gradient.abs().max() > 0
+
+
 def test_a_compiled_step_attends_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     trunk = fold(tiny_trunk("llama"), monkeypatch)
     texts = [plain_greedy(trunk, prompt, 12) for prompt in PROMPTS[:1]]
@@ -138,15 +223,33 @@ def test_a_compiled_step_attends_folded(monkeypatch: pytest.MonkeyPatch) -> None
     assert StepSize(1, 8) in trunk.compiled.compiled
 
 
-def test_a_trunk_is_folded_only_where_that_can_be_and_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    for pays in (True, False):
-        monkeypatch.setattr(folded, "folding_pays", lambda _, found=pays: found)
-        assert settle(tiny_trunk("llama")).copies == (2 if pays else 1)
-    monkeypatch.setattr(folded, "folding_pays", lambda _: True)
-    assert settle(tiny_trunk("llama"), choose=False).copies == 1
-    for other in (tiny_trunk("gpt2"), Trunk(tiny_model("llama", attn_implementation="eager"))):
-        name = other.config._attn_implementation
-        assert settle(other).copies == 1 and other.config._attn_implementation == name
+@compiler
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_our_attention_is_an_operation_in_a_trace(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = faster(OWN, tiny_trunk(family, dtype=torch.float32), monkeypatch)
+    texts = [plain_greedy(trunk, prompt, 12) for prompt in PROMPTS[:1]]
+    operations: list[str] = []
+
+    def traced(graph: Any, _: Any) -> Any:
+        operations.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    trunk.compiled = CompiledSteps(trunk, [StepSize(1, 8)], backend=traced)
+    drafter = ScriptedDrafter(texts, honesty=0.7, size=6)  # takes fillers
+    assert generate_ids(trunk, drafter, [Request(PROMPTS[0], 12)]) == texts
+    assert sum("tree_attention" in each for each in operations) == trunk.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", [FOLDED, OWN])
+def test_a_trunk_attends_otherwise_only_where_that_can_be_and_is_faster(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for found in (name, LIBRARY):
+        trunk = faster(found, tiny_trunk("llama"), monkeypatch)
+        assert trunk.config._attn_implementation == found and trunk.copies == (2 if found == FOLDED else 1)
+    assert settle(tiny_trunk("llama"), choose=False).config._attn_implementation == LIBRARY
+    eager = settle(Trunk(tiny_model("llama", attn_implementation="eager")))
+    assert eager.config._attn_implementation == "eager" and eager.copies == 1
 
 
 def test_one_that_is_not_exact_folded_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,25 +271,35 @@ def test_one_that_can_not_be_driven_is_refused(monkeypatch: pytest.MonkeyPatch) 
         fold(trunk, monkeypatch)
 
 
-def test_the_faster_way_is_found_by_the_clock() -> None:
-    trunk = tiny_trunk("llama")
+@pytest.mark.parametrize("fast", [LIBRARY, FOLDED, OWN])
+def test_the_fastest_way_is_found_by_the_clock(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folded, "_ways", lambda _: {name: lambda n=name: n for name in (LIBRARY, FOLDED, OWN)})
+    assert fastest(tiny_trunk("llama"), lambda way, _: 1.0 if way() == fast else 2.0) == fast
 
-    def clock(slow: int) -> Callable[[Callable[[], object]], float]:
-        calls = iter(range(100))
 
-        def take(work: Callable[[], object]) -> float:
-            work()
-            return 2.0 if next(calls) % 2 == slow else 1.0  # the folded way comes first in each turn
-
-        return take
-
-    assert folding_pays(trunk, clock(slow=1)) and not folding_pays(trunk, clock(slow=0))
+@compiler
+def test_the_ways_that_a_trunk_can_attend_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = torch.float32
+    for trunk, expected in (
+        (tiny_trunk("llama"), [LIBRARY, FOLDED]),
+        (tiny_trunk("llama", dtype=full), [LIBRARY, FOLDED, OWN]),
+        (tiny_trunk("llama", dtype=torch.bfloat16), [LIBRARY, FOLDED, OWN]),
+        (tiny_trunk("gpt2", dtype=full), [LIBRARY, OWN]),
+    ):
+        ways = folded._ways(trunk)
+        assert list(ways) == expected
+        with torch.inference_mode():
+            outputs = [[found for found, _ in way()] for way in ways.values()]  # type: ignore[attr-defined]
+        for each in zip(*outputs, strict=True):
+            assert all(torch.equal(output, each[0]) for output in each)  # of a trial with zeros
+    monkeypatch.setattr(folded, "available", lambda: False)
+    assert list(folded._ways(trunk)) == [LIBRARY]
 
 
 def test_a_folder_is_loaded_so_and_saved_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from medusa.data.tokenizers import char_tokenizer
 
-    monkeypatch.setattr(folded, "folding_pays", lambda _: True)
+    monkeypatch.setattr(folded, "fastest", lambda _: FOLDED)
     tiny_model("llama").save_pretrained(tmp_path)
     char_tokenizer("".join(map(chr, range(40, 105)))).save_pretrained(tmp_path)
     trunk = Trunk.load(tmp_path)

@@ -278,19 +278,21 @@ def test_unrolled_heads_are_the_heads_to_the_bit(family: str, kind: str, project
         assert torch.equal(unrolled.logits(head, features), heads.draftable(heads.logits(head, features)))
 
 
-@pytest.mark.parametrize("what", ["hook", "hook before", "forward", "kind"])
+@pytest.mark.parametrize("what", ["hook", "hook before", "forward", "kind", "call"])
 def test_a_layer_that_does_more_is_called_whole(what: str) -> None:
     layer, called = Linear(4, 3), []
     assert bare(layer, torch.float32) is not layer
     if what == "forward":
         layer.forward = lambda x: called.append(x) or x  # type: ignore[method-assign,func-returns-value,return-value]
     elif what == "kind":
-        layer.__class__ = type("More", (Linear,), {})
+        layer.__class__ = type("More", (Linear,), {"forward": lambda self, x: called.append(x) or x})
+    elif what == "call":
+        layer.__class__ = type("More", (Linear,), {"__call__": lambda self, x: called.append(x) or x})
     else:
         register = layer.register_forward_hook if what == "hook" else layer.register_forward_pre_hook
         register(lambda *_: called.append(1))
     bare(layer, torch.float32)(torch.zeros(4))
-    assert bare(layer, torch.float32) is layer and (called or what == "kind")
+    assert called and (what == "kind" or bare(layer, torch.float32) is layer)
 
 
 @pytest.mark.parametrize("kind", KINDS)

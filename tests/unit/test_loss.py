@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medusa.errors import UserError
 from medusa.heads import KINDS, PROJECTIONS, HeadsConfig, MedusaHeads
 from medusa.testing import random_heads, tiny_trunk
-from medusa.train.loss import HeadLoss, count_pairs, default_chunk, multi_head_loss, pair_mask, weights
+from medusa.train.loss import HeadLoss, default_chunk, multi_head_loss, weights
+from medusa.train.pairs import count_pairs, pair_mask
 from medusa.trunk import Trunk
 
 NUM = 3

@@ -55,7 +55,7 @@ def test_another_source_is_another_library(source: Path) -> None:
 def test_it_goes_by_what_it_was_made_with(source: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer() == 42
     if what == "processor":
-        monkeypatch.setattr(native, "_processor", lambda: b"another")
+        monkeypatch.setattr(native, "processor", lambda: b"another")
     else:
         other = source.with_name("other")
         other.write_text(f'#!/bin/sh\nexec {native.find_compiler()} "$@"\n')

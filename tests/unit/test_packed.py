@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
 
-from medusa import costs, products
+from medusa import costs, folded, products
 from medusa import packed as packing
 from medusa.compiled import CompiledSteps, StepSize
 from medusa.cut import cut
@@ -431,10 +431,12 @@ def test_steps_are_timed_packed(monkeypatch: pytest.MonkeyPatch, pays: None) -> 
 def test_the_library_is_timed_as_it_is(way: str) -> None:
     trunk = float_trunk()
     pack(trunk.model, always=True)
+    folded._register()
+    trunk.model.set_attn_implementation("medusa_folded")
     generate, seen = trunk.model.generate, []
 
     def spy(*args: Any, **kwargs: Any) -> Any:
-        seen.append(packed_layers(trunk.model))
+        seen.append((packed_layers(trunk.model), trunk.config._attn_implementation))
         return generate(*args, **kwargs)
 
     trunk.model.generate = spy
@@ -442,4 +444,5 @@ def test_the_library_is_timed_as_it_is(way: str) -> None:
         tokens = library_way(trunk)([PROMPTS[0]], Task(4)).rows[0]
     else:
         tokens = plain_generate(trunk)(PROMPTS[0], 4).ids
-    assert seen == [0] and packed_layers(trunk.model) and len(tokens) == 4
+    assert seen == [(0, "sdpa")] and packed_layers(trunk.model) and len(tokens) == 4
+    assert trunk.config._attn_implementation == "medusa_folded"

@@ -14,7 +14,7 @@ from medusa.checkpoint import load_heads, save_heads
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.testing import tiny_trunk
 from medusa.train.config import HeadsTraining
-from medusa.train.loop import HeadsObjective, kept_in
+from medusa.train.loop import HeadsObjective
 from medusa.train.loss import multi_head_loss
 from medusa.train.stages import train
 
@@ -107,8 +107,7 @@ def test_the_gradients_of_both_are_those_of_full_precision(config: HeadsConfig) 
     ],
 )
 def test_what_heads_are_kept_in(trunk: str, asked: Any, kept: str) -> None:
-    dtype = kept_in(HeadsTraining(dtype=asked), tiny_trunk("llama", dtype=getattr(torch, trunk)))
-    assert dtype == getattr(torch, kept)
+    assert HeadsTraining(dtype=asked).kept_in(getattr(torch, trunk)) == getattr(torch, kept)
 
 
 def test_small_updates_last() -> None:

@@ -75,7 +75,7 @@ def test_drafts_after_any_acceptance_equal_those_of_a_fresh_start() -> None:
         assert torch.equal(tree.shape.parents, expected.shape.parents)
         last_B = torch.tensor([rng.choice(valid.nonzero()[:, 0].tolist()) for valid in tree.valid_BN])
         paths_BA = tree.shape.paths_to(last_B)
-        session.commit(tree, NOTHING, Acceptance(paths_BA, last_B, NOTHING))
+        session.commit(tree, NOTHING, Acceptance(paths_BA, last_B, torch.zeros_like(last_B)))
         for text, path, tokens in zip(texts, paths_BA.tolist(), tree.tokens_BN.tolist(), strict=True):
             text += [tokens[node] for node in path if node >= 0]
 

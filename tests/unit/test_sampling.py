@@ -25,14 +25,12 @@ from medusa.laws import Laws
 from medusa.sampling import (
     ACCEPT,
     DRAFT,
-    SOME,
     TOKEN,
     Chance,
     HashDraws,
     Key,
     SamplingParams,
     draw,
-    largest,
     to_probs,
 )
 
@@ -183,21 +181,6 @@ def test_top_p_at_its_edges() -> None:
     for top_p, kept in ((0.5, 2), (0.5 + 1e-9, 3), (1e-17, 1), (1 - 1e-17, 4)):
         law = to_probs(torch.zeros(1, 1, 4).double(), [SamplingParams(temperature=1.0, top_p=top_p)])
         assert (law > 0).sum() == kept and law.sum() == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [5, SOME + 7])  # looked at, or handed to numpy
-def test_the_largest_is_the_first_of_equals(columns: int, dtype: torch.dtype) -> None:
-    values = torch.randint(-3, 3, (2, 3, columns), generator=torch.Generator().manual_seed(0)).to(dtype)
-    values[0, 0] = -torch.inf
-    values[0, 1, 2:4] = torch.inf
-    values[1, 1, 3] = torch.nan  # as torch has it, the largest
-    expected = [[row.index(max(row)) for row in rows] for rows in values.nan_to_num(1e9, 1e8, -1e8).tolist()]
-    assert largest(values).tolist() == expected == values.max(-1).indices.tolist()
-    assert largest(values[..., ::2]).tolist() == values[..., ::2].max(-1).indices.tolist()
-    far = values.clone()
-    far[0, 2, :2] = torch.tensor([1e5, 2e5]).to(dtype)  # one number where it is wide enough, both infinite in fp16
-    assert largest(far).tolist() == far.max(-1).indices.tolist() and largest(far[0, 2]) == far[0, 2].max(-1).indices
 
 
 def test_temperature_0_is_one_hot() -> None:

@@ -133,7 +133,7 @@ def test_load_tokenizer_kinds(tmp_path: Path) -> None:
 
 
 def test_load_tokenizer_refuses() -> None:
-    with pytest.raises(UserError, match="needs a trunk"):
+    with pytest.raises(UserError, match="and no trunk: name one"):
         load_tokenizer(DataConfig(), split("a"), split("b"))
     with pytest.raises(UserError, match=r"'chars' \(did you mean char\?\)"):
         load_tokenizer(DataConfig(tokenizer="chars"), split("a"), split("b"))

@@ -23,7 +23,8 @@ from medusa.train.eagle import EagleEvaluation
 from medusa.train.eagle_loss import EagleLoss, eagle_loss
 from medusa.train.eagle_objective import EagleObjective, EagleTrainer
 from medusa.train.follow import follow
-from medusa.train.loss import IGNORE, weights
+from medusa.train.loss import weights
+from medusa.train.pairs import IGNORE
 
 CPU = torch.device("cpu")
 CONFIGS = [EagleConfig(1), EagleConfig(1, vocab=20), EagleConfig(3), EagleConfig(3, vocab=20)]

@@ -326,10 +326,10 @@ def test_a_file_that_the_system_cuts_off_is_told(first: TrainConfig, tmp_path: P
 @pytest.mark.parametrize(
     ("stage", "name", "what"),
     [
-        ("trunk", "save_model", "the trunk"),
-        ("heads", "save_heads", "the heads"),
-        ("heads", "save_tree", "the heads"),
-        ("calibration", "recalibrate", "the tree"),
+        ("trunk", "stages.save_model", "the trunk"),
+        ("heads", "heads.save_heads", "the heads"),
+        ("heads", "draft_stage.save_tree", "the heads"),
+        ("calibration", "stages.recalibrate", "the tree"),
     ],
 )
 def test_a_result_that_can_t_be_saved_is_told_and_the_checkpoint_stays(
@@ -340,7 +340,7 @@ def test_a_result_that_can_t_be_saved_is_told_and_the_checkpoint_stays(
 
     config = elsewhere(first, tmp_path, stage)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"medusa.train.stages.{name}", fail)
+        patch.setattr(f"medusa.train.{name}", fail)
         message = rf"{what} can't be written to .*/run.* \(No space left on device; .*: make room there, and run"
         with pytest.raises(UserError, match=message):
             train(config, report=quiet)
