@@ -21,6 +21,7 @@ from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk
 
 NODES = (1, 2, 4, 8, 16, 32)  # for drafters whose trees differ from step to step: each runs in the next size
+PROMPT = 16  # tokens of the text behind which a step is compiled
 
 
 def use_compiled(trunk: Trunk, drafter: Drafter, rows: Sequence[int] = (1,)) -> CompiledSteps:
@@ -104,11 +105,16 @@ def warm_up(trunk: Trunk, drafter: Drafter, rows: Sequence[int] = (1,)) -> dict[
 
 @torch.inference_mode()
 def compile_step(trunk: Trunk, size: StepSize) -> None:
-    """Take one step of this size, as decoding will."""
+    """Take one step of this size, as decoding will.
+
+    Over random tokens: the same token again and again brings some models where half precision has no say, and what is
+    compiled is compared with what is not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(trunk.draftable, (size.rows, PROMPT + size.nodes), generator=generator).to(trunk.device)
     cache = trunk.new_cache(size.rows)
-    ids_B1 = torch.zeros(size.rows, 1, dtype=torch.long, device=trunk.device)
-    trunk.prefill(ids_B1, [1] * size.rows, cache)
-    tokens_BN = ids_B1.expand(-1, size.nodes)
+    trunk.prefill(ids_BT[:, :PROMPT], [PROMPT] * size.rows, cache)
+    tokens_BN = ids_BT[:, PROMPT:].contiguous()
     shape = Shape.static(Topology.chain(size.nodes - 1), trunk.device)
     trunk.tree_forward(DraftTree(shape, tokens_BN, torch.ones_like(tokens_BN, dtype=torch.bool)), cache)
 

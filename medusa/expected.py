@@ -166,7 +166,7 @@ def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
     pairs = list(pairwise(points))
     (left, low), (right, high) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
     slope = (high - low) / (right - left)
-    if at > right:
+    if at >= right:  # exact where it was measured
         return high + max(slope, 0.0) * (at - right)
     if at < left:
         return low - max(slope, 0.0) * (left - at)

@@ -1,4 +1,4 @@
-"""Writing files so that nothing half-written is ever seen, and reading JSON with errors that help."""
+"""Writing files so that nothing half-written is ever seen, reading JSON with errors that help, and whose files are."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as indented JSON, atomically."""
     write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def is_own(path: Path) -> bool:
+    """Whether nobody but the user can have written it, as far as the system knows users: asked of what is run.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    if not hasattr(os, "geteuid"):
+        return True
+    stat = path.lstat()
+    return stat.st_uid == os.geteuid() and not stat.st_mode & 0o022
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -105,6 +105,7 @@ def walk(
     if kind is None or not values_BNV.is_cpu or native() is None:
         return None
     values_BNV, tokens_BN, valid_BN = values_BNV.contiguous(), tokens_BN.contiguous(), valid_BN.contiguous()
+    parents = parents.contiguous()
     take, path, choices = native().walk, (ctypes.c_long * nodes)(), (ctypes.c_long * nodes)()
     at, tokens, valid, above = values_BNV.data_ptr(), tokens_BN.data_ptr(), valid_BN.data_ptr(), parents.data_ptr()
     row_bytes, above_step = nodes * columns * values_BNV.element_size(), 8 * nodes if len(parents) > 1 else 0
@@ -119,7 +120,7 @@ def walk(
 def ranked(values: Tensor, ranks: int) -> Tensor:
     """Where each row's ``ranks`` largest values stand, the largest first: [.., V] -> int64 [.., R]."""
     rows = laid_out(values)
-    if rows is None:
+    if rows is None or not 0 < ranks <= rows[3]:  # torch says what is wrong
         return values.topk(ranks).indices
     at = torch.empty(*values.shape[:-1], ranks, dtype=torch.long)
     native().largest(*rows, ranks, at.data_ptr(), None, None, 1)
@@ -132,7 +133,7 @@ def ranked_laws(logits: Tensor, ranks: int, temperatures: Sequence[float]) -> tu
     ``temperatures``: one, or as many as the last dimension but one has rows.
     """
     rows = laid_out(logits)
-    if rows is None:
+    if rows is None or not 0 < ranks <= rows[3]:
         wide = torch.promote_types(logits.dtype, torch.float32)  # half precision would blur them
         warm = temperatures[0] if len(temperatures) == 1 else upload(temperatures, logits.device, wide)[:, None]
         best = (logits.to(wide) / warm).log_softmax(-1).topk(ranks)

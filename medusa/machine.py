@@ -140,7 +140,8 @@ def setting(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 def cache_folder() -> Path:
     """Where what can be made anew is kept: by the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medusa"
+    # unlike Path.home, this raises nothing for a user who has no home
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "medusa"
 
 
 def _kept(file: Path) -> list[dict[str, Any]]:

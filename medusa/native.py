@@ -2,7 +2,8 @@
 
 A source is one file beside this module, without headers of torch or Python, so that a compiler takes half a second over
 it, once per machine: what it makes is kept in the user's cache folder, under a name that goes by the source, the
-compiler and the processor. Where there is no compiler there is no library, and callers have another way.
+compiler and the processor. It is a program: one that somebody else owns or may write to is not taken. Where there is no
+compiler there is no library, and callers have another way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from medusa.files import write_bytes
+from medusa.files import is_own, write_bytes
 from medusa.machine import cache_folder
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -35,7 +36,7 @@ def library(name: str) -> ctypes.CDLL | None:
     if compiler is None:
         return None
     kept = cache_folder() / "native" / f"{name}-{_key(source, compiler)}.so"
-    return _loaded(kept) or _made(source, compiler, kept)
+    return _kept(kept) or _made(source, compiler, kept)
 
 
 def find_compiler() -> str | None:
@@ -61,10 +62,20 @@ def _made(source: Path, compiler: str, kept: Path) -> ctypes.CDLL | None:
         if not any(build(source, compiler, made, flags) for flags in OWN):
             return None
         try:
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_bytes(kept, made.read_bytes())
+            kept.chmod(0o600)  # whatever the user's umask
         except OSError:
             return _loaded(made)
-        return _loaded(kept) or _loaded(made)
+        return _kept(kept) or _loaded(made)
+
+
+def _kept(file: Path) -> ctypes.CDLL | None:
+    """None also where somebody else may have written the file: folders are shared by users too."""
+    try:
+        return _loaded(file) if is_own(file.parent) and is_own(file) else None
+    except OSError:
+        return None
 
 
 def _loaded(file: Path) -> ctypes.CDLL | None:

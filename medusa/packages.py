@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medusa.ahead import LIBRARY
-from medusa.files import write_json
+from medusa.files import is_own, write_json
 from medusa.machine import cache_folder
 from medusa.native import processor
 
@@ -98,7 +98,7 @@ def name_of(described: str, rows: int, nodes: int, layers: Sequence[int]) -> str
 
 def is_there(name: str) -> bool:
     """Whether something is kept by that name; whether it can be used, :func:`find` tells."""
-    return (steps_folder() / name).is_dir()
+    return os.path.isdir(steps_folder() / name)  # a folder that only others may look into is none
 
 
 def find(name: str) -> Path | None:
@@ -106,7 +106,7 @@ def find(name: str) -> Path | None:
     folder = steps_folder() / name
     try:
         files = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["files"]
-        own = all(map(_is_own, (folder.parent, folder, *(folder / file for file in files))))
+        own = all(map(is_own, (folder.parent, folder, *(folder / file for file in files))))
         if not own or LIBRARY not in files or any(_sum(folder / file) != sum_ for file, sum_ in files.items()):
             return None
         os.utime(folder)
@@ -156,14 +156,6 @@ def _size(folder: Path) -> int:
     with suppress(OSError):
         return sum(file.stat().st_size for file in folder.iterdir())
     return 0
-
-
-def _is_own(path: Path) -> bool:
-    """Whether nobody but the user can have written it, as far as the system knows users."""
-    if not hasattr(os, "geteuid"):
-        return True
-    stat = path.lstat()
-    return stat.st_uid == os.geteuid() and not stat.st_mode & 0o022
 
 
 def _sum(file: Path) -> str:

@@ -76,7 +76,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"medusa", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"}
     expected = {"medusa/py.typed"}
     for package, folder in [("medusa", "medusa"), *((f"medusa/{name}", name) for name in SOURCES[1:5])]:
-        for suffix in ("py", "yaml", "json", "jsonl", "html", "css", "js", "safetensors", "md"):
+        for suffix in ("py", "cpp", "yaml", "json", "jsonl", "html", "css", "js", "safetensors", "md"):
             found = (file.relative_to(ROOT / folder) for file in (ROOT / folder).glob(f"**/*.{suffix}"))
             expected |= {f"{package}/{file.as_posix()}" for file in found}
     assert {name for name in names if name.startswith("medusa/")} == expected

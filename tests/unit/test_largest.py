@@ -113,6 +113,26 @@ def test_walks_are_those_that_look_at_every_node(
         assert torch.equal(getattr(found, part), getattr(expected, part)), part
 
 
+@pytest.mark.parametrize("ranks", [-1, 6])
+def test_more_ranks_than_values_are_refused(ranks: int, way: str) -> None:
+    for ask in (lambda: ranked(torch.zeros(2, 5), ranks), lambda: ranked_laws(torch.zeros(1, 2, 5), ranks, [1.0])):
+        with pytest.raises(RuntimeError):
+            ask()
+
+
+def test_parents_may_lie_anyhow() -> None:
+    if module.native() is None:
+        pytest.skip("no compiler")
+    parents = torch.tensor([[0, 0, 1], [0, 0, 0]])
+    given = torch.randn(2, 3, 4), torch.tensor([[0, 1, 2]] * 2), torch.ones(2, 3).bool()
+    given[0].zero_()[:, 0, 1] = given[0][:, 1, 2] = 1.0  # down to node 1, and on only where node 2 hangs below it
+    expected = [([0, 1, 2], [1, 2, 0]), ([0, 1], [1, 2])]
+    apart = parents.T.contiguous().T
+    assert walk(given[0], parents, *given[1:]) == walk(given[0], apart, *given[1:]) == expected
+    shared = parents[:1].expand(2, -1)
+    assert walk(given[0], shared, *given[1:]) == [expected[0]] * 2
+
+
 def test_a_law_of_one_token_is_certain(way: str) -> None:
     logits = torch.full((1, 1, 40), -torch.inf)
     logits[0, 0, 7] = 3.0

@@ -236,3 +236,11 @@ def test_bf16_on_a_processor_needs_its_tiles(tiles: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     assert machine.bfloat16_pays(torch.device("cpu")) is tiles
     assert not machine.bfloat16_pays(torch.device("meta"))
+
+
+def test_the_cache_folder_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    pwd = pytest.importorskip("pwd")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert cache_folder().parts[-2:] == (".cache", "medusa")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,41 @@ def test_a_damaged_file_is_made_anew(source: Path, monkeypatch: pytest.MonkeyPat
     damaged.write_bytes(b"no library")
     monkeypatch.setenv("XDG_CACHE_HOME", str(source.with_name("other")))
     assert answer() == 42 and damaged.stat().st_size == file.stat().st_size
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="knows no users")
+@pytest.mark.parametrize("whose", ["of another", "a file open to others", "a folder open to others"])
+def test_a_program_that_somebody_else_may_have_written_is_not_taken(
+    source: Path, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.library("answer")
+    (file,) = kept(source)
+    assert answer() == 42 and file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    # in another place, as a system knows the library that lies in this one
+    planted = source.with_name("other") / "medusa" / "native" / file.name
+    planted.parent.mkdir(parents=True)
+    source.write_text(SOURCE.replace("42", "666"))
+    assert native.build(source, str(native.find_compiler()), planted, ())
+    source.write_text(SOURCE)
+    planted.chmod(0o600), planted.parent.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source.with_name("other")))
+    if whose == "of another":
+        another = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: another)
+    else:
+        (planted if "file" in whose else planted.parent).chmod(0o777)
+    assert answer() == 42
+
+
+def test_what_others_may_not_write_is_kept_whatever_the_umask(source: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        assert answer() == 42
+    finally:
+        os.umask(before)
+    (file,) = kept(source)
+    first = file.stat().st_mtime_ns
+    assert answer() == 42 and file.stat().st_mtime_ns == first
 
 
 def test_a_folder_that_takes_no_files_is_done_without(source: Path) -> None:

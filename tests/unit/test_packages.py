@@ -97,6 +97,15 @@ def test_what_others_own_is_not_taken(made: Path, monkeypatch: pytest.MonkeyPatc
     assert packages.find(NAME) is None
 
 
+def test_a_folder_that_only_others_may_look_into_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: Any, **__: Any) -> Any:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", closed)
+        assert not packages.is_there(NAME) and packages.find(NAME) is None
+
+
 def test_a_cache_folder_that_takes_no_files(made: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     assert packages.keep(NAME, made, {}) is None and packages.find(NAME) is None
