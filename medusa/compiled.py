@@ -13,16 +13,18 @@ Dimensions: B rows, N nodes, T slots in view, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from pathlib import Path
 from threading import Lock
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from medusa import packages
@@ -81,6 +83,7 @@ class CompiledSteps:
         self.backend, self.makes = backend, makes
         self.ahead = backend == INDUCTOR and can_be_ahead(trunk)
         self.compiled: dict[StepSize, Step] = {}
+        self._seen: list[object] = []
         self._tracing = Lock()  # a model's layers are of another kind while it is traced
         self.add(sizes, layers)
 
@@ -90,6 +93,17 @@ class CompiledSteps:
         if more := {*layers} - {*self.layers}:
             self.layers = tuple(sorted({*self.layers, *more}))
             self.compiled = {}
+
+    def refresh(self) -> None:
+        """Forget what was compiled ahead where the model is another now: an adapter was put on it, or turned off, say.
+
+        Asked before each prompt. What weights are, steps see by themselves.
+        """
+        if not self.ahead:
+            return
+        seen = _make_up(self.trunk.model)
+        if len(seen) != len(self._seen) or not all(map(is_, seen, self._seen)):
+            self.compiled, self._seen = {}, seen
 
     def size_for(self, rows: int, nodes: int, layers: Iterable[int] = ()) -> StepSize | None:
         """The size in which a tree of ``nodes`` nodes runs; None if none is near enough, or states are missing."""
@@ -149,6 +163,10 @@ class CompiledSteps:
 
     def _take(self, size: StepSize, *arguments: Any) -> tuple[Tensor, ...]:
         """Take the step from the disk, or compile it. Its first call is also taken eagerly, and the two compared."""
+        step: Any = self.compiled.get(size)
+        if step is not None and step.is_current:  # another thread took it meanwhile
+            taken: tuple[Tensor, ...] = step(*arguments)
+            return taken
         plain, name = _traced(self.trunk, self.layers), self._name(size)
         expected = plain(*arguments)
         if not is_settled(self.trunk.model):  # until the next prompt
@@ -166,7 +184,7 @@ class CompiledSteps:
             raise UserError(
                 f"model type {self.trunk.family!r} gives other numbers when it is compiled here: leave compile out"
             )
-        self.sizes.remove(size)
+        self.sizes = [each for each in self.sizes if each != size]  # several threads may come here
         return plain(*arguments)  # once more: keys and values were written to
 
     def _name(self, size: StepSize) -> str:
@@ -215,10 +233,25 @@ class CompiledSteps:
 
 def stored_sizes(trunk: Trunk, sizes: Iterable[StepSize], layers: Iterable[int] = ()) -> list[StepSize]:
     """Those of the sizes whose steps are kept on the disk, for this very trunk and machine."""
-    if not packages.steps_folder().is_dir() or not can_be_ahead(trunk):
+    if not os.path.isdir(packages.steps_folder()) or not can_be_ahead(trunk):
         return []
     described, asked = packages.description(trunk), tuple(sorted({*layers}))
     return [size for size in sizes if packages.is_there(packages.name_of(described, *size, asked))]
+
+
+def _make_up(model: nn.Module) -> list[object]:
+    """What a model's forward is, but for weights, and numbers that a forward may count: objects, to be told apart by
+    identity."""
+    found: list[object] = []
+    for module in model.modules():
+        found += [module, type(module)]
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers") or isinstance(value, Tensor) or type(value) in (int, float):
+                continue
+            found.append(value)
+            if isinstance(value, dict):  # hooks, and what adapters keep by name
+                found += value.values()
+    return found
 
 
 def _traced(trunk: Trunk, layers: tuple[int, ...]) -> Step:
@@ -248,7 +281,7 @@ def _as_expected(step: Step, arguments: Sequence[Any], expected: Sequence[Tensor
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    largest = expected[expected.isfinite()].abs().max().item()
+    largest = expected.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
     allowed = TOLERANCE.get(expected.dtype, COARSE) * max(largest, 1.0)
     same = found.shape == expected.shape and found.dtype == expected.dtype
     return same and torch.allclose(found, expected, rtol=0, atol=allowed, equal_nan=True)

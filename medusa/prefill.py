@@ -31,6 +31,8 @@ def prefill(
     Prompts in an empty cache go in one forward without a mask, which takes the fast causal kernels.
     """
     assert min(lengths) > 0, "a row without new tokens has no last state"
+    if trunk.compiled is not None:
+        trunk.compiled.refresh()
     if not cache.longest:
         return _read(trunk, ids_BT, lengths, cache, layers)
     horizon = trunk.horizon(cache.longest)

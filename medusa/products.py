@@ -32,7 +32,8 @@ from medusa.native import library
 
 EXPECTED_ROWS = 8  # a usual tree's: oneDNN's layout goes by that, and trials are made with them
 ROUNDS = 9
-ROUNDING = 64  # units in the last place of the largest number, by which two orders of summation may differ
+# Units in the last place of the largest number, by which two orders of summation may differ; in bf16 sums are in fp32.
+ROUNDING = {torch.float32: 64, torch.bfloat16: 4}
 
 
 class Way(Protocol):
@@ -101,6 +102,9 @@ class FewRows:
         input, words = input.contiguous(), packed.shape[1]
         half = input.dtype is torch.bfloat16
         shape = list(input.shape)  # a slice of it, as torch makes them, takes longer than a small product
+        inner = 2 * words if half else words
+        if shape[-1] != inner:  # the C++ would read and write beyond them
+            raise RuntimeError(f"an input of {shape[-1]} columns, and a weight of {inner}")
         shape[-1] = columns
         output = input.new_empty(shape)
         bias = None if bias is None else bias.to(input.dtype).contiguous()  # held to the end of the call
@@ -109,7 +113,7 @@ class FewRows:
             packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
             output.data_ptr(),
-            input.numel() // (2 * words if half else words),
+            input.numel() // inner,
             words,
             columns,
             half,
@@ -162,4 +166,4 @@ def times(
 
 def is_right(found: Tensor, usual: Tensor) -> bool:
     """Whether a product is the usual one but for rounding."""
-    return bool((found - usual).abs().max() <= ROUNDING * torch.finfo(usual.dtype).eps * usual.abs().max())
+    return bool((found - usual).abs().max() <= ROUNDING[usual.dtype] * torch.finfo(usual.dtype).eps * usual.abs().max())

@@ -116,7 +116,7 @@ static Lanes exponential(Lanes x) {
     series = series * rest + 5.0000001201e-1f;
     series = series * (rest * rest) + rest + 1.0f;
     const Lanes scaled = (Lanes)((Ints)series + ((Ints)shifted << 23));
-    return x < lowest ? Lanes{} : scaled;
+    return x < lowest ? Lanes{} : x == x ? scaled : x;  // the sum of bits could be a number
 }
 
 #if defined(__clang__)
@@ -415,8 +415,9 @@ struct Attention : Problem {
     }
 
     int run() const {
-        const long tasks = B * H * blocks * spans, share = threads > 1 ? parts_of(tasks, SHARES * threads) : tasks;
-        if (!parts) return 0;
+        const long tasks = B * H * blocks * spans;
+        const long share = threads > 1 ? parts_of(tasks, SHARES * threads) : tasks;
+        if (!parts || !tasks) return 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
         {
 #pragma omp for schedule(dynamic)
@@ -431,7 +432,7 @@ struct Attention : Problem {
 extern "C" long most_rows() { return MOST_ROWS; }
 extern "C" long most_size() { return MOST_SIZE; }
 
-// Whether there was memory for it.
+// Whether there was anything to do, and memory for it.
 extern "C" int attention(const Problem* problem) {
     return problem->half ? Attention<uint16_t>(*problem).run() : Attention<float>(*problem).run();
 }

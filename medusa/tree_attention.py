@@ -76,7 +76,7 @@ def address() -> int:
 
 
 def available() -> bool:
-    """Whether there is a compiler, or what it made before."""
+    """Whether there is a compiler that can: what it made before goes by the compiler."""
     return _native() is not None
 
 
@@ -89,9 +89,9 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
     shared, slots = key.shape[1:3]
     if not query.dtype is key.dtype is value.dtype or key.dtype not in DTYPES or key.device.type != "cpu":
         return False
-    if key.shape != value.shape or key.shape != (rows, shared, slots, size) or heads % shared:
+    if key.shape != value.shape or key.shape != (rows, shared, slots, size) or not shared or heads % shared:
         return False
-    if not 0 < nodes <= MOST or heads // shared > MOST_GROUP or size > MOST_SIZE:
+    if not 0 < nodes <= MOST or heads // shared > MOST_GROUP or size > MOST_SIZE or 0 in key.shape:
         return False
     if mask is None:
         return nodes == 1

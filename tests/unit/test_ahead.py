@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -204,6 +204,67 @@ def test_a_kept_step_that_gives_other_numbers_is_dropped(standin: Standin, makes
     standin.adds = 0.0
     check(trunk, CompiledSteps(trunk, [SIZE], makes=makes), tolerance=0)
     assert standin.made == 1 + makes and bool(stored_sizes(trunk, [SIZE])) is makes
+
+
+def test_logits_that_are_no_numbers_are_as_expected(standin: Standin) -> None:
+    trunk = tiny_trunk("llama")
+    trunk.model.lm_head.weight.fill_(torch.nan)
+    steps = CompiledSteps(trunk, [SIZE])
+    assert outcome(trunk, steps)[0].isnan().all() and set(steps.compiled) == {SIZE}
+
+
+def test_threads_that_meet_what_is_not_kept(standin: Standin) -> None:
+    trunk = tiny_trunk("llama")
+    steps = CompiledSteps(trunk, [SIZE, StepSize(1, 1)], makes=False)
+    plain, take, given = outcome(trunk, None)[0], steps._take, list[Any]()
+    steps._take = lambda *arguments: (given.append(arguments), take(*arguments))[1]  # type: ignore[method-assign]
+    outcome(trunk, steps)
+    with torch.inference_mode():
+        assert torch.equal(take(*given[0])[0], plain)  # the second one, which waited
+    assert steps.sizes == [(1, 1)]
+
+
+def test_a_closed_cache_folder_holds_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: Any, **__: Any) -> Any:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.stat", closed)
+        assert stored_sizes(tiny_trunk("llama"), [SIZE]) == []
+
+
+def a_hook(trunk: Trunk) -> None:
+    trunk.model.model.layers[0].mlp.register_forward_hook(lambda *given: given[-1] * 2)
+
+
+def an_adapter(trunk: Trunk) -> None:
+    mlp = trunk.model.model.layers[0].mlp
+    mlp.down_proj = nn.Sequential(mlp.down_proj, nn.Tanh())
+
+
+def a_switch(trunk: Trunk) -> None:
+    trunk.model.model.layers[0].mlp.disabled = True
+
+
+@pytest.mark.parametrize("makes", [True, False])
+@pytest.mark.parametrize("change", [a_hook, an_adapter, a_switch])
+def test_a_model_that_is_changed_is_not_run_as_it_was(
+    standin: Standin, change: Callable[[Trunk], None], makes: bool
+) -> None:
+    """Whose weights are the same tensors: at the next prompt its steps are others, or eager ones."""
+    trunk = tiny_trunk("llama")
+    outcome(trunk, CompiledSteps(trunk, [StepSize(1, 1)]))
+    engine = Engine(trunk, compile=False)
+    steps = trunk.compiled = CompiledSteps(trunk, [StepSize(1, 1)])
+    engine.generate([1, 2, 3], max_new_tokens=4)
+    steps.makes, step = makes, steps.compiled[StepSize(1, 1)]
+    engine.generate([1, 2, 3], max_new_tokens=4)
+    assert standin.made == 1 and steps.compiled[StepSize(1, 1)] is step
+    change(trunk)
+    found = engine.generate([1, 2, 3], max_new_tokens=4).token_ids
+    assert standin.made == 1 + makes and steps.compiled.get(StepSize(1, 1)) is not step
+    trunk.compiled = None
+    assert engine.generate([1, 2, 3], max_new_tokens=4).token_ids == found
 
 
 def test_what_cannot_be_loaded_is_made_anew(standin: Standin, monkeypatch: pytest.MonkeyPatch) -> None:

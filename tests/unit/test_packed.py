@@ -242,7 +242,9 @@ class Clock:
 
 @pytest.mark.parametrize("usual", [True, False])
 @pytest.mark.parametrize("order", [(0.0, 1.0, 2.0), (1.0, 2.0, 0.0), (2.0, 0.0, 1.0)])
-def test_the_trial_goes_by_the_least_of_each_way(usual: bool, order: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_goes_by_the_least_of_each_way(
+    usual: bool, order: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ways = [Spied(OneDNN()), Spied(OneDNN()), *([None] if usual else [])]
     monkeypatch.setattr(packing, "WAYS", tuple(ways[:2]))
     seconds = dict(zip(ways, order, strict=False))

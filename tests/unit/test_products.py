@@ -79,6 +79,15 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
 
 
 @few
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [0, 4, 16])
+def test_an_input_of_another_width_is_refused(inner: int, dtype: torch.dtype) -> None:
+    packed = FewRows().pack(drawn(64, 8, dtype=dtype))
+    with pytest.raises(RuntimeError, match=f"{inner} columns"):
+        FewRows().product(drawn(2, inner, dtype=dtype), packed, None, 64)
+
+
+@few
 def test_many_rows_go_in_pieces() -> None:
     """More numbers than a processor holds at hand: 131,072."""
     way, rows, weight = FewRows(), drawn(700, 1000), drawn(33, 1000, seed=1)

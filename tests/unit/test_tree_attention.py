@@ -246,6 +246,13 @@ def test_what_is_no_number_is_not_lost(dtype: torch.dtype) -> None:
     assert attend(query, key, value, None).isnan().all()
 
 
+def test_no_number_of_any_bits_is_lost() -> None:
+    query, key, value, _ = problem(1, 1, 1, 1, 20)
+    for bits in (-1, 0x7F800001, 0x7FC001FF, -0x400000 + 3):
+        key[0, 0, 7].view(torch.int32)[:] = bits
+        assert key[0, 0, 7].isnan().all() and attend(query, key, value, None).isnan().all()
+
+
 def test_what_it_does_not_serve() -> None:
     query, key, value, mask = problem(2, 2, 2, 3, 8)
     assert mask is not None and fits(query, key, value, mask)
@@ -260,6 +267,8 @@ def test_what_it_does_not_serve() -> None:
     assert not fits(*(each.double() for each in (query, key, value, mask)))
     assert not fits(*(each.to("meta") for each in (query, key, value, mask)))
     assert not fits(query[:, :3], key, value, mask)
+    assert not fits(query[:0], key[:0], value[:0], mask[:0]) and not fits(query[:, :0], key[:, :0], value[:, :0], mask)
+    assert not fits(query[:, :, :1], key[:, :, :0], value[:, :, :0], None)
     assert not fits(query[:1], key, value, mask[:1])
     assert not fits(*problem(nodes=MOST + 1)) and not fits(*problem(group=MOST_GROUP + 1))
     assert not fits(*problem(size=MOST_SIZE + 1)) and fits(*problem(size=MOST_SIZE))
