@@ -29,7 +29,7 @@ from transformers.masking_utils import sdpa_mask
 
 from medusa.errors import UserError
 from medusa.family import FOLDED, LIBRARY, OWN
-from medusa.machine import own_seconds
+from medusa.machine import in_turns, own_seconds
 from medusa.parallel import agreed
 from medusa.selfcheck import check_tree
 from medusa.tree_attention import available, define, fits, in_trace, tree_attention
@@ -41,7 +41,6 @@ Mask = Tensor | dict[str, Tensor | None] | None
 
 MOST = 64  # tokens: beyond that the products take the time, and G masks would be large
 TRIAL, TRIAL_SLOTS = (1, 8), 512  # nodes of each trial, and slots in view: plain decoding, and a usual tree
-ROUNDS = 9
 CLOSE = 1.2  # times the least: about as fast
 CHANGES = "softcap", "s_aux", "output_attentions"  # what attention is asked for beside the plain sum
 
@@ -193,11 +192,9 @@ def fastest(trunk: Trunk, clock: Callable[..., float] = own_seconds) -> str:
     Of two that are about as fast it is the one that copies less, so that luck on a busy machine seldom decides.
     """
     plane, ways = trunk.layers[0].keys, _ways(trunk)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(ROUNDS if len(ways) > 1 else 0):
-        for name, way in ways.items():
-            times[name].append(clock(way, plane.device))
-    middle = {name: median(tried or [0.0]) for name, tried in times.items()}
+    if len(ways) == 1:
+        return next(iter(ways))
+    middle = {name: median(tried) for name, tried in in_turns(ways, plane.device, clock).items()}
     enough = CLOSE * min(middle.values())
     return next(name for name in (OWN, FOLDED, LIBRARY) if middle.get(name, math.inf) <= enough)
 

@@ -6,20 +6,22 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from medusa.errors import UserError
 from medusa.files import write_json
+
+Key = TypeVar("Key")
 
 
 def describe() -> dict[str, str | int]:
@@ -69,6 +71,20 @@ def own_seconds(work: Callable[[], object], device: torch.device) -> float:
     start = time.thread_time()
     work()
     return time.thread_time() - start
+
+
+ROUNDS = 9
+
+
+def in_turns(
+    works: Mapping[Key, Callable[[], object]], device: torch.device, clock: Callable[..., float] = own_seconds
+) -> dict[Key, list[float]]:
+    """Seconds of each work, tried in turns, :data:`ROUNDS` times each."""
+    times: dict[Key, list[float]] = {key: [] for key in works}
+    for _ in range(ROUNDS):
+        for key, work in works.items():
+            times[key].append(clock(work, device))
+    return times
 
 
 def peak_memory_mb(device: torch.device) -> float | None:

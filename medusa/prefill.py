@@ -14,6 +14,7 @@ from torch import Tensor
 
 from medusa.cache import SlotCache
 from medusa.mask import chain_shape
+from medusa.packed import refresh
 from medusa.tree import DraftTree
 from medusa.uploads import upload
 
@@ -31,6 +32,7 @@ def prefill(
     Prompts in an empty cache go in one forward without a mask, which takes the fast causal kernels.
     """
     assert min(lengths) > 0, "a row without new tokens has no last state"
+    refresh(trunk.model)
     if trunk.compiled is not None:
         trunk.compiled.refresh()
     if not cache.longest:

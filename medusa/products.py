@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from medusa.machine import own_seconds
+from medusa.machine import in_turns, own_seconds
 from medusa.native import library
 
 EXPECTED_ROWS = 8  # a usual tree's: oneDNN's layout goes by that, and trials are made with them
-ROUNDS = 9
 # Units in the last place of the largest number, by which two orders of summation may differ; in bf16 sums are in fp32.
 ROUNDING = {torch.float32: 64, torch.bfloat16: 4}
 
@@ -157,10 +156,7 @@ def times(
     for each in ways:
         runs[each] = partial(each.product, rows, each.pack(weight), bias, len(weight))
     right = {way: is_right(run(), usual(rows)) for way, run in runs.items()}
-    found: dict[Way | None, list[float]] = {way: [] for way in runs}
-    for _ in range(ROUNDS):
-        for way, run in runs.items():
-            found[way].append(clock(run, rows.device))
+    found = in_turns(runs, rows.device, clock)
     return {way: min(found[way]) if right[way] else math.inf for way in runs}
 
 

@@ -28,7 +28,7 @@ from medusa.fingerprint import fingerprint
 from medusa.folded import copies_in, fold_mask, settle
 from medusa.loading import load_model
 from medusa.mask import attention_bias, positions
-from medusa.packed import refresh, settle_products
+from medusa.packed import settle_products
 from medusa.prefill import prefill
 from medusa.selfcheck import check_tree, projects_directly
 from medusa.tree import DraftTree
@@ -249,7 +249,6 @@ class Trunk:
         Returns the logits [B, V] and state [B, D] of each row's last real token, and an output whose ``hidden``, and
         ``states`` of the ``layers`` asked for, cover all of ``ids_BT``.
         """
-        refresh(self.model)
         return prefill(self, ids_BT, lengths, cache, layers)
 
     def tree_forward(

@@ -208,7 +208,7 @@ SIDEWAYS = {
     "medusa.packages": ["medusa.ahead", "medusa.trunk"],
     "medusa.packed": ["medusa.parallel", "medusa.products"],
     "medusa.parallel": ["medusa.family"],
-    "medusa.prefill": ["medusa.cache", "medusa.trunk"],
+    "medusa.prefill": ["medusa.cache", "medusa.packed", "medusa.trunk"],
     "medusa.rules": ["medusa.accept", "medusa.laws", "medusa.sampling", "medusa.tree"],
     "medusa.sampling": ["medusa.filters", "medusa.largest"],
     "medusa.selfcheck": ["medusa.parallel", "medusa.trunk"],

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
 
-from medusa import costs, folded, products
+from medusa import costs, folded, machine
 from medusa import packed as packing
 from medusa.compiled import CompiledSteps, StepSize
 from medusa.cut import cut
@@ -249,7 +249,7 @@ def test_the_trial_goes_by_the_least_of_each_way(
     monkeypatch.setattr(packing, "WAYS", tuple(ways[:2]))
     seconds = dict(zip(ways, order, strict=False))
     assert fastest([layer(), layer()], usual, Clock(seconds)) is min(ways, key=seconds.__getitem__)
-    assert ways[0].products == products.ROUNDS + 1  # two layers of one shape are tried once
+    assert ways[0].products == machine.ROUNDS + 1  # two layers of one shape are tried once
 
 
 def test_the_trial_goes_by_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
