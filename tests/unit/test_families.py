@@ -261,8 +261,8 @@ OPTIONS = {
     "`gguf_file`": "exact to what the file holds",
     "`attn_implementation`": "`sdpa` or `eager`",
     "`packed`": "on a processor linear layers in fp32 and bf16 keep a second copy of their weights, packed for few"
-    " rows, where that is faster and takes no more than half of the free memory; `True` always, `False` never. In bf16"
-    " the products are the same to the bit, in fp32 they are rounded otherwise than `model.generate`'s",
+    " rows, where that is faster and takes no more than half of the free memory; `True` always, `False` never. They are"
+    " rounded otherwise than `model.generate`'s, by some units in the last place",
     "`trust_remote_code`, `subfolder`, `token`, `cache_dir`": "for config, weights and tokenizer",
 }
 
