@@ -1,9 +1,10 @@
 // y = x w^T + b for few rows x, at the speed at which w is read: in fp32, and in bf16 with sums in fp32.
 //
 // w lies in blocks of COLUMNS columns, [blocks, words, COLUMNS], zeros behind the last column, so that it is read once and
-// in order. A word is what is summed at once: a number of fp32, or two neighbours of bf16. A tile of rows keeps its sums in
-// registers, so that each vector of w that is loaded serves all of its rows. Every number of y is one chain of sums along
-// the words, whatever the number of rows or threads: a row's bits are its own.
+// a block at a time, from several places of it at once: a processor asks for more of what it will need the more places it
+// is read at. A word is what is summed at once: a number of fp32, or two neighbours of bf16. A tile of rows keeps its sums
+// in registers, so that each vector of w that is loaded serves all of its rows. Every number of y is one chain of sums
+// over the words, whatever the number of rows or threads: a row's bits are its own.
 //
 // Dimensions: M rows, N columns, K words of a row.
 
@@ -25,6 +26,7 @@ enum { LANES = 4, TILE = 6 };
 enum {
     WORD = 4,  // bytes
     COLUMNS = 2 * LANES,
+    STREAMS = 4,  // places of a block that are read in turns
     AHEAD = 2048 / WORD,  // that w is fetched before it is used
     LINE = 64 / WORD,
     HELD = 131072,  // words of x that stay in a processor's own memory while w goes by
@@ -71,15 +73,20 @@ template <typename Kind, int M>
 static void tile(const Word* x, const Word* w, const void* bias, void* output, long K, long N, long columns) {
     typedef typename Kind::Number Number;
     Sums sums[M][2] = {};
-    for (long k = 0; k < K; k++, w += COLUMNS) {
-        for (int line = 0; line < COLUMNS; line += LINE) __builtin_prefetch(w + AHEAD + line);
-        const Words left = *(const Words*)w, right = *(const Words*)(w + LANES);
+    const auto add = [&](long k) {
+        const Word* at = w + k * COLUMNS;
+        for (int line = 0; line < COLUMNS; line += LINE) __builtin_prefetch(at + AHEAD + line);
+        const Words left = *(const Words*)at, right = *(const Words*)(at + LANES);
         for (int m = 0; m < M; m++) {
             const int32_t word = x[m * K + k];
             sums[m][0] = Kind::add(sums[m][0], word, left);
             sums[m][1] = Kind::add(sums[m][1], word, right);
         }
-    }
+    };
+    const long part = K / STREAMS;
+    for (long k = 0; k < part; k++)
+        for (int stream = 0; stream < STREAMS; stream++) add(stream * part + k);
+    for (long k = STREAMS * part; k < K; k++) add(k);
     for (int m = 0; m < M; m++) {
         const float* sum = (const float*)sums[m];
         const Number* b = (const Number*)bias;

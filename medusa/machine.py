@@ -123,9 +123,11 @@ class Rates:
 
 KEPT = "rates.json"
 LEAST_READ, MOST_READ = 1 << 20, 1 << 29  # bytes
-PIECE = {"cpu": 1 << 24, "cuda": 1 << 29}  # bytes: some milliseconds, or a fraction of one on a GPU
+MUCH = 1 << 24  # bytes: a millisecond's
+COLUMNS = 1024
+WHOLE = "whole, by sum or product"  # as kept measurements say
 SQUARE = {"cpu": 512, "cuda": 8192}  # rows of the matrices that are multiplied: some milliseconds
-MEASURED_S = 0.5  # for each of the two rates
+MEASURED_S = 1.0  # for each of the two rates
 
 
 def rates(device: torch.device, dtype: torch.dtype, bytes_: int, kept: Path | None = None) -> Rates:
@@ -136,7 +138,7 @@ def rates(device: torch.device, dtype: torch.dtype, bytes_: int, kept: Path | No
     """
     kept = kept or cache_folder() / KEPT
     size = min(max(1 << (bytes_ - 1).bit_length(), LEAST_READ), MOST_READ)
-    key = setting(device, dtype) | {"read_bytes": size, "read_by": ["sum", "product"]}
+    key = setting(device, dtype) | {"read_bytes": size, "read": WHOLE}
     entries = _kept(kept)
     for entry in entries:
         if entry.get("machine") == key:
@@ -173,15 +175,13 @@ def _kept(file: Path) -> list[dict[str, Any]]:
 def _reading(device: torch.device, size: int) -> float:
     """Bytes per second: numbers of fp32 that are summed, or multiplied by a vector, whichever reads them faster.
 
-    It goes piece by piece, so that the fastest piece is one that others' work left alone.
+    As a model's weights are: all are read before any is read again, or a processor's own memory would give them.
     """
-    columns, piece = 1024, min(size, PIECE.get(device.type, PIECE["cpu"]))
-    pieces = torch.ones(size // piece, piece // 4 // columns, columns, device=device)
-    vector = torch.ones(columns, device=device)
-    times = max(1, PIECE["cpu"] // size)  # a small one is read several times in a row
+    numbers = torch.ones(size // 4 // COLUMNS, COLUMNS, device=device)
+    vector = torch.ones(COLUMNS, device=device)
+    times = max(1, MUCH // size)  # few are read several times in a row
     ways: list[Callable[[Tensor], Tensor]] = [torch.sum, lambda matrix: torch.mv(matrix, vector)]
-    works = [partial(_repeated, way, each, times) for each in pieces for way in ways]
-    return times * piece / _best(works)
+    return times * size / _best([partial(_repeated, way, numbers, times) for way in ways])
 
 
 def _repeated(way: Callable[[Tensor], Tensor], values: Tensor, times: int) -> None:
