@@ -136,8 +136,9 @@ def run(command: str, argv: list[str]) -> int:
     add_engine(parser)
     args = parse(parser, argv)
     engine = load_engine(args)
+    times = engine.warmup(args.rows)
     print("rows  nodes  seconds")
-    for size, taken in engine.warmup(args.rows).items():
+    for size, taken in times.items():
         print(f"{size.rows:4}  {size.nodes:5}  {taken:7.1f}")
     if engine.trunk.compiled is not None and engine.trunk.compiled.ahead:
         print(f"kept in {steps_folder()}", file=sys.stderr)

@@ -39,23 +39,23 @@ def library(name: str) -> ctypes.CDLL | None:
     return _kept(kept) or _made(source, compiler, kept)
 
 
-def find_compiler() -> str | None:
-    """The C++ compiler: what ``CXX`` says, else the system's; None where there is none."""
+def find_compiler() -> list[str] | None:
+    """The C++ compiler, with words behind it: what ``CXX`` says, else the system's; None where there is none."""
     named = os.environ.get("CXX")
-    found = (shutil.which(each) for each in ([named] if named else COMPILERS))
-    return next((each for each in found if each), None)
+    calls = [[named], named.split()] if named else [[each] for each in COMPILERS]  # a path may hold spaces
+    return next(([found, *words[1:]] for words in calls if words and (found := shutil.which(words[0]))), None)
 
 
-def build(source: Path, compiler: str, to: Path, flags: Sequence[str]) -> bool:
+def build(source: Path, compiler: Sequence[str], to: Path, flags: Sequence[str]) -> bool:
     """Compile into the file ``to``; whether that worked."""
-    command = [compiler, *COMMON, *flags, str(source), "-o", str(to)]
+    command = [*compiler, *COMMON, *flags, str(source), "-o", str(to)]
     try:
         return subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 
 
-def _made(source: Path, compiler: str, kept: Path) -> ctypes.CDLL | None:
+def _made(source: Path, compiler: Sequence[str], kept: Path) -> ctypes.CDLL | None:
     """Compiled and kept; for this process alone where the cache folder takes no files, or none that can be run."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / source.with_suffix(".so").name
@@ -86,11 +86,11 @@ def _loaded(file: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _key(source: Path, compiler: str) -> str:
+def _key(source: Path, compiler: Sequence[str]) -> str:
     """What the compiled file depends on: folders are shared by machines, and a processor knows only its own words."""
-    real = Path(compiler).resolve()
-    stat = real.stat()
-    parts = [source.read_bytes(), str((COMMON, OWN, str(real), stat.st_size, stat.st_mtime_ns)).encode(), processor()]
+    programs = [Path(found).resolve() for word in compiler if (found := shutil.which(word))]  # `ccache g++` is two
+    states = [(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in programs]
+    parts = [source.read_bytes(), str((COMMON, OWN, states, *compiler)).encode(), processor()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

@@ -13,7 +13,9 @@ from medusa import native
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
-if native.find_compiler() is None:
+COMPILER = native.find_compiler() or []
+
+if not COMPILER:
     pytest.skip("there is no C++ compiler here", allow_module_level=True)
 
 
@@ -59,10 +61,24 @@ def test_it_goes_by_what_it_was_made_with(source: Path, what: str, monkeypatch: 
         monkeypatch.setattr(native, "processor", lambda: b"another")
     else:
         other = source.with_name("other")
-        other.write_text(f'#!/bin/sh\nexec {native.find_compiler()} "$@"\n')
+        other.write_text('#!/bin/sh\nexec "$@"\n')
         other.chmod(0o755)
-        monkeypatch.setenv("CXX", str(other))
+        monkeypatch.setenv("CXX", " ".join([str(other), *COMPILER]))  # as with ccache
     assert answer() == 42 and len(kept(source)) == 2
+
+
+def test_a_path_may_hold_spaces(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = source.with_name("a compiler")
+    other.write_text(f'#!/bin/sh\nexec {" ".join(COMPILER)} "$@"\n')
+    other.chmod(0o755)
+    monkeypatch.setenv("CXX", str(other))
+    assert native.find_compiler() == [str(other)] and answer() == 42
+
+
+@pytest.mark.parametrize("named", ["no-such-compiler", "no-such-launcher g++", " "])
+def test_a_compiler_that_is_not_there_is_none(source: Path, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", named)
+    assert native.find_compiler() is None and answer() is None
 
 
 def test_a_damaged_file_is_made_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +104,7 @@ def test_a_program_that_somebody_else_may_have_written_is_not_taken(
     planted = source.with_name("other") / "medusa" / "native" / file.name
     planted.parent.mkdir(parents=True)
     source.write_text(SOURCE.replace("42", "666"))
-    assert native.build(source, str(native.find_compiler()), planted, ())
+    assert native.build(source, COMPILER, planted, ())
     source.write_text(SOURCE)
     planted.chmod(0o600), planted.parent.chmod(0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(source.with_name("other")))
