@@ -10,8 +10,14 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -44,22 +50,29 @@ static float as_float(uint32_t bits) {
 
 struct Full {
     typedef float Number;
-    static Sums add(Sums sums, int32_t x, Words w) { return sums + as_float(x) * (Sums)w; }
+    typedef float Factor;
+    enum { FACTORS = 1 };  // that a word of x is multiplied as
+    static Sums add(Sums sums, const float* x, Words w) { return sums + *x * (Sums)w; }
     static float read(float value) { return value; }
     static float written(float value) { return value; }
 };
 
 struct Half {
     typedef uint16_t Number;
-    static Sums add(Sums sums, int32_t x, Words w) {
-#if defined(__AVX512BF16__)
-        return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(x), (__m512bh)(__m512i)w);
-#else
-        const int32_t upper = ~0xffff;
-        sums += as_float((uint32_t)x << 16) * (Sums)(w << 16);
-        return sums + as_float(x & upper) * (Sums)(w & upper);
-#endif
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+    typedef Word Factor;
+    enum { FACTORS = 1 };
+    static Sums add(Sums sums, const Word* x, Words w) {
+        return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(*x), (__m512bh)(__m512i)w);
     }
+#else  // processors with AMX have the instruction too, and take as long over it as over five products and sums
+    typedef float Factor;
+    enum { FACTORS = 2 };
+    static Sums add(Sums sums, const float* x, Words w) {
+        sums += x[0] * (Sums)(w << 16);
+        return sums + x[1] * (Sums)(w & ~0xffff);
+    }
+#endif
     static float read(uint16_t value) { return as_float((uint32_t)value << 16); }
     static uint16_t written(float value) {  // the nearest, of two the even one; what is no number stays none
         uint32_t bits;
@@ -69,8 +82,16 @@ struct Half {
     }
 };
 
+template <typename Kind>
+static void write(const float* sums, const void* bias, typename Kind::Number* y, long columns) {
+    const auto* b = (const typename Kind::Number*)bias;
+    for (long n = 0; n < columns; n++) y[n] = Kind::written(b ? sums[n] + Kind::read(b[n]) : sums[n]);
+}
+
 template <typename Kind, int M>
-static void tile(const Word* x, const Word* w, const void* bias, void* output, long K, long N, long columns) {
+static void tile(
+    const typename Kind::Factor* x, const Word* w, const void* bias, void* output, long K, long N, long columns
+) {
     typedef typename Kind::Number Number;
     Sums sums[M][2] = {};
     const auto add = [&](long k) {
@@ -78,27 +99,20 @@ static void tile(const Word* x, const Word* w, const void* bias, void* output, l
         for (int line = 0; line < COLUMNS; line += LINE) __builtin_prefetch(at + AHEAD + line);
         const Words left = *(const Words*)at, right = *(const Words*)(at + LANES);
         for (int m = 0; m < M; m++) {
-            const int32_t word = x[m * K + k];
-            sums[m][0] = Kind::add(sums[m][0], word, left);
-            sums[m][1] = Kind::add(sums[m][1], word, right);
+            const auto* factors = x + (m * K + k) * Kind::FACTORS;
+            sums[m][0] = Kind::add(sums[m][0], factors, left);
+            sums[m][1] = Kind::add(sums[m][1], factors, right);
         }
     };
     const long part = K / STREAMS;
     for (long k = 0; k < part; k++)
         for (int stream = 0; stream < STREAMS; stream++) add(stream * part + k);
     for (long k = STREAMS * part; k < K; k++) add(k);
-    for (int m = 0; m < M; m++) {
-        const float* sum = (const float*)sums[m];
-        const Number* b = (const Number*)bias;
-        Number* y = (Number*)output + m * N;
-        for (long n = 0; n < columns; n++) y[n] = Kind::written(b ? sum[n] + Kind::read(b[n]) : sum[n]);
-    }
+    for (int m = 0; m < M; m++) write<Kind>((const float*)sums[m], bias, (Number*)output + m * N, columns);
 }
 
-typedef void (*Tile)(const Word*, const Word*, const void*, void*, long, long, long);
-
 template <typename Kind, int M>
-static Tile tile_of(long rows) {
+static auto tile_of(long rows) -> decltype(&tile<Kind, 1>) {
     if constexpr (M == 1) return tile<Kind, 1>;
     else return rows == M ? tile<Kind, M> : tile_of<Kind, M - 1>(rows);
 }
@@ -110,7 +124,7 @@ static long even(long rows, long most) {
 }
 
 template <typename Kind>
-static void all(const Word* x, const Word* w, const char* b, char* y, long M, long K, long N, int threads) {
+static void all(const typename Kind::Factor* x, const Word* w, const char* b, char* y, long M, long K, long N, int threads) {
     const long blocks = (N + COLUMNS - 1) / COLUMNS, most = HELD / K < TILE ? TILE : HELD / K;
     const long chunk = even(M, most), rows = even(chunk, TILE), size = sizeof(typename Kind::Number);
     for (long first = 0; first < M; first += chunk) {
@@ -119,19 +133,142 @@ static void all(const Word* x, const Word* w, const char* b, char* y, long M, lo
         for (long block = 0; block < blocks; block++) {
             const long from = block * COLUMNS, some = N - from < COLUMNS ? N - from : COLUMNS;
             for (long m = first; m < last; m += rows) {
-                const Tile sum = tile_of<Kind, TILE>(m + rows < last ? rows : last - m);
-                sum(x + m * K, w + from * K, b ? b + from * size : nullptr, y + (m * N + from) * size, K, N, some);
+                const auto sum = tile_of<Kind, TILE>(m + rows < last ? rows : last - m);
+                sum(x + m * K * Kind::FACTORS, w + from * K, b ? b + from * size : nullptr, y + (m * N + from) * size, K, N, some);
             }
         }
     }
 }
 
+#if defined(TILES)
+// Matrices that a processor keeps in registers (AMX), multiplied at once. Of rows upper and lower, up to ROWS each: sums for
+// LANES columns in 0 and 1, and in 2 and 3; DEEP words of x in 4 and 5. The same words of w, for either LANES, in 6 and 7.
+enum { ROWS = 16, DEEP = 16 };
+
+static bool may_use_tiles() {  // Linux gives their memory to programs that ask for it
+    static const bool may = !syscall(SYS_arch_prctl, 0x1023, 18);
+    return may;
+}
+
+// What was written lies in memory now: compilers are not told that tiles read it.
+static void settle(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
+
+static void shape_tiles(long upper, long lower) {
+    struct {
+        uint8_t palette = 1, unused[15] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+    } shapes;
+    const long rows[] = {upper, upper, lower, lower, upper, lower, DEEP, DEEP};
+    for (int tile = 0; tile < 8; tile++)
+        if (rows[tile]) shapes.rows[tile] = rows[tile], shapes.bytes[tile] = 64;
+    settle(&shapes);
+    _tile_loadconfig(&shapes);
+}
+
+template <bool BOTH>
+static void add_tiles(const Word* upper, const Word* lower, long stride, const Word* w) {
+    for (int line = 0; line < DEEP * COLUMNS; line += LINE) __builtin_prefetch(w + AHEAD + line);
+    _tile_loadd(4, upper, stride);
+    _tile_loadd(6, w, COLUMNS * WORD);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w + LANES, COLUMNS * WORD);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (BOTH) {
+        _tile_loadd(5, lower, stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+// `rest`: the words of x behind the last DEEP, and zeros, [M, DEEP].
+template <bool BOTH>
+static void by_tiles(
+    const Word* x, const Word* rest, const Word* w, const void* bias, uint16_t* y, long M, long upper, long K, long N,
+    long columns
+) {
+    const long whole = K / DEEP, part = whole / STREAMS;
+    const auto add = [&](long deep) {
+        const Word* from = x + deep * DEEP;
+        add_tiles<BOTH>(from, from + upper * K, K * WORD, w + deep * DEEP * COLUMNS);
+    };
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (BOTH) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (long deep = 0; deep < part; deep++)
+        for (int stream = 0; stream < STREAMS; stream++) add(stream * part + deep);
+    for (long deep = STREAMS * part; deep < whole; deep++) add(deep);
+    if (K % DEEP) {
+        Word last[DEEP * COLUMNS] = {};
+        memcpy(last, w + whole * DEEP * COLUMNS, K % DEEP * COLUMNS * WORD);
+        settle(last);
+        add_tiles<BOTH>(rest, rest + upper * DEEP, DEEP * WORD, last);
+    }
+    float sums[2 * ROWS][COLUMNS];
+    _tile_stored(0, sums[0], sizeof sums[0]);
+    _tile_stored(1, sums[0] + LANES, sizeof sums[0]);
+    if constexpr (BOTH) {
+        _tile_stored(2, sums[upper], sizeof sums[0]);
+        _tile_stored(3, sums[upper] + LANES, sizeof sums[0]);
+    }
+    for (long m = 0; m < M; m++) write<Half>(sums[m], bias, y + m * N, columns);
+}
+
+static void all_by_tiles(const Word* x, const Word* w, const char* b, char* y, long M, long K, long N, int threads) {
+    const long blocks = (N + COLUMNS - 1) / COLUMNS, whole = K - K % DEEP, size = sizeof(uint16_t);
+    const long chunk = HELD / K < 2 * ROWS ? 2 * ROWS : HELD / K;
+    const std::unique_ptr<int32_t[]> rest(K % DEEP ? new int32_t[M * DEEP]() : nullptr);
+    for (long m = 0; m < M && rest; m++) memcpy(&rest[m * DEEP], x + m * K + whole, (K - whole) * WORD);
+    settle(rest.get());
+    for (long first = 0; first < M; first += chunk) {
+        const long last = first + chunk < M ? first + chunk : M;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+            long shaped = 0;
+#pragma omp for schedule(static)
+            for (long block = 0; block < blocks; block++) {
+                const long from = block * COLUMNS, some = N - from < COLUMNS ? N - from : COLUMNS;
+                for (long m = first; m < last; m += 2 * ROWS) {
+                    const long rows = last - m < 2 * ROWS ? last - m : 2 * ROWS;
+                    const long upper = rows > ROWS ? (rows + 1) / 2 : rows;
+                    if (shaped != rows) shape_tiles(upper, rows - upper);
+                    shaped = rows;
+                    const auto product = rows > ROWS ? by_tiles<true> : by_tiles<false>;
+                    product(
+                        x + m * K, rest.get() + m * DEEP, w + from * K, b ? b + from * size : nullptr,
+                        (uint16_t*)y + m * N + from, rows, upper, K, N, some
+                    );
+                }
+            }
+            if (shaped) _tile_release();
+        }
+    }
+}
+#endif
+
+static void full(const void* x, const Word* w, const char* b, char* y, long M, long K, long N, int threads) {
+    all<Full>((const float*)x, w, b, y, M, K, N, threads);
+}
+
+static void half(const void* x, const Word* w, const char* b, char* y, long M, long K, long N, int threads) {
+#if defined(TILES)
+    if (may_use_tiles()) return all_by_tiles((const Word*)x, w, b, y, M, K, N, threads);
+#endif
+    if constexpr (Half::FACTORS == 1) return all<Half>((const Half::Factor*)x, w, b, y, M, K, N, threads);
+    const long numbers = 2 * M * K;
+    const std::unique_ptr<float[]> wide(new float[numbers]);
+    for (long each = 0; each < numbers; each++) wide[each] = Half::read(((const uint16_t*)x)[each]);
+    all<Half>((const Half::Factor*)wide.get(), w, b, y, M, K, N, threads);
+}
+
 extern "C" int columns() { return COLUMNS; }
 
-// `half`: bf16. K: words.
+// `is_half`: bf16. K: words.
 extern "C" void product(
-    const void* x, const void* w, const void* b, void* y, long M, long K, long N, int half, int threads
+    const void* x, const void* w, const void* b, void* y, long M, long K, long N, int is_half, int threads
 ) {
-    const auto sum = half ? all<Half> : all<Full>;
-    if (M) sum((const Word*)x, (const Word*)w, (const char*)b, (char*)y, M, K, N, threads);
+    if (M) (is_half ? half : full)(x, (const Word*)w, (const char*)b, (char*)y, M, K, N, threads);
 }

@@ -32,6 +32,7 @@ from medusa.machine import own_seconds
 from medusa.parallel import spread
 from medusa.products import WAYS, Way, times
 
+MANY = 256  # rows beyond which arithmetic bounds the usual product too, and it is no slower: those of long prompts
 PROBE = 16  # values of a weight that tell whether it was written to
 HELD = "medusa_packed"
 SHARE = 0.5  # of the memory that is free, at most, for the packed copies
@@ -68,8 +69,8 @@ def places(count: int) -> Tensor:
 
 class Packs:
     """What a linear layer becomes: it reads its packed weight, but where gradients are wanted, somebody makes a trace,
-    the input has another dtype, or its weight was changed since. There it is as it was, and so is what is pickled or
-    copied of it."""
+    the input has another dtype or many rows, or its weight was changed since. There it is as it was, and so is what is
+    pickled or copied of it."""
 
     medusa_packed: Weight | None
     _parameters: dict[str, Any]
@@ -106,7 +107,8 @@ def _serves(packed: Weight, weight: Tensor | None, input: Tensor) -> bool:
         return False
     if weight is None or weight.is_inference():  # pruned, normed, or another one
         return False
-    return input.dtype is weight.dtype and input.is_cpu and packed.is_of(weight)
+    few = input.numel() <= MANY * input.shape[-1]
+    return few and input.dtype is weight.dtype and input.is_cpu and packed.is_of(weight)
 
 
 def _state(weight: Tensor) -> tuple[int, int]:

@@ -118,6 +118,19 @@ def test_where_it_can_t_serve_the_layer_is_what_it_was(why: str) -> None:
         assert torch.equal(made(rows), linear(rows, made.weight, made.bias))
 
 
+def test_many_rows_take_the_usual_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a long prompt: they are few only where weights bound a product."""
+    spied = Spied(OneDNN())
+    monkeypatch.setattr(packing, "WAYS", (spied,))
+    made = packed_layer()
+    with torch.no_grad():
+        for rows, seen in ((packing.MANY, 1), (packing.MANY + 1, 0)):
+            spied.products = 0
+            given = torch.randn(1, rows, 5)
+            torch.testing.assert_close(made(given), linear(given, made.weight, made.bias))
+            assert spied.products == seen
+
+
 def test_another_weight_never_stands_where_the_packed_one_was_made_of() -> None:
     for _ in range(20):
         made = packed_layer(inner=64, outer=64)
