@@ -1,10 +1,11 @@
 // y = x w^T + b for few rows x, at the speed at which w is read: in fp32, and in bf16 with sums in fp32.
 //
-// w lies in blocks of COLUMNS columns, [blocks, words, COLUMNS], zeros behind the last column, so that it is read once and
-// a block at a time, from several places of it at once: a processor asks for more of what it will need the more places it
-// is read at. A word is what is summed at once: a number of fp32, or two neighbours of bf16. A tile of rows keeps its sums
-// in registers, so that each vector of w that is loaded serves all of its rows. Every number of y is one chain of sums
-// over the words, whatever the number of rows or threads: a row's bits are its own.
+// w lies in blocks of COLUMNS columns, [blocks, words, COLUMNS], zeros behind the last column, so that it is read once
+// and a block at a time, from several places of it at once: a processor asks for more of what it will need the more
+// places it is read at. A word is what is summed at once: a number of fp32, or two neighbours of bf16. A tile of rows
+// keeps its sums in registers, so that each vector of w that is loaded serves all of its rows; where there are more,
+// several tiles go over a block in turn while the next one is fetched. Every number of y is one chain of sums over the
+// words, whatever the number of rows or threads: a row's bits are its own.
 //
 // Dimensions: M rows, N columns, K words of a row.
 
@@ -50,9 +51,8 @@ static float as_float(uint32_t bits) {
 
 struct Full {
     typedef float Number;
-    typedef float Factor;
-    enum { FACTORS = 1 };  // that a word of x is multiplied as
-    static Sums add(Sums sums, const float* x, Words w) { return sums + *x * (Sums)w; }
+    typedef float Factor;  // what a word of x is multiplied as
+    static Sums add(Sums sums, Factor x, Words w) { return sums + x * (Sums)w; }
     static float read(float value) { return value; }
     static float written(float value) { return value; }
 };
@@ -60,17 +60,19 @@ struct Full {
 struct Half {
     typedef uint16_t Number;
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+    enum { WIDE = 0 };
     typedef Word Factor;
-    enum { FACTORS = 1 };
-    static Sums add(Sums sums, const Word* x, Words w) {
-        return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(*x), (__m512bh)(__m512i)w);
+    static Sums add(Sums sums, Factor x, Words w) {
+        return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(x), (__m512bh)(__m512i)w);
     }
 #else  // processors with AMX have the instruction too, and take as long over it as over five products and sums
-    typedef float Factor;
-    enum { FACTORS = 2 };
-    static Sums add(Sums sums, const float* x, Words w) {
-        sums += x[0] * (Sums)(w << 16);
-        return sums + x[1] * (Sums)(w & ~0xffff);
+    enum { WIDE = 1 };
+    struct Factor {
+        float first, second;
+    };
+    static Sums add(Sums sums, Factor x, Words w) {
+        sums += x.first * (Sums)(w << 16);
+        return sums + x.second * (Sums)(w & ~0xffff);
     }
 #endif
     static float read(uint16_t value) { return as_float((uint32_t)value << 16); }
@@ -88,33 +90,38 @@ static void write(const float* sums, const void* bias, typename Kind::Number* y,
     for (long n = 0; n < columns; n++) y[n] = Kind::written(b ? sums[n] + Kind::read(b[n]) : sums[n]);
 }
 
-template <typename Kind, int M>
+// y of the first `rows` of M rows and one block. ALONE: they are all there are, and lie one behind the other; else word
+// by word, and it is time to fetch what is at `soon`, a line for each word.
+template <typename Kind, int M, bool ALONE>
 static void tile(
-    const typename Kind::Factor* x, const Word* w, const void* bias, void* output, long K, long N, long columns
+    const typename Kind::Factor* x, const Word* w, const Word* soon, const void* bias, void* y, long rows, long K,
+    long N, long columns
 ) {
-    typedef typename Kind::Number Number;
     Sums sums[M][2] = {};
     const auto add = [&](long k) {
         const Word* at = w + k * COLUMNS;
-        for (int line = 0; line < COLUMNS; line += LINE) __builtin_prefetch(at + AHEAD + line);
+        if constexpr (ALONE)
+            for (int line = 0; line < COLUMNS; line += LINE) __builtin_prefetch(at + AHEAD + line);
+        else __builtin_prefetch(soon + k * LINE, 0, 2);
         const Words left = *(const Words*)at, right = *(const Words*)(at + LANES);
         for (int m = 0; m < M; m++) {
-            const auto* factors = x + (m * K + k) * Kind::FACTORS;
-            sums[m][0] = Kind::add(sums[m][0], factors, left);
-            sums[m][1] = Kind::add(sums[m][1], factors, right);
+            const typename Kind::Factor factor = x[ALONE ? m * K + k : k * M + m];
+            sums[m][0] = Kind::add(sums[m][0], factor, left);
+            sums[m][1] = Kind::add(sums[m][1], factor, right);
         }
     };
     const long part = K / STREAMS;
     for (long k = 0; k < part; k++)
         for (int stream = 0; stream < STREAMS; stream++) add(stream * part + k);
     for (long k = STREAMS * part; k < K; k++) add(k);
-    for (int m = 0; m < M; m++) write<Kind>((const float*)sums[m], bias, (Number*)output + m * N, columns);
+    auto* to = (typename Kind::Number*)y;
+    for (int m = 0; m < rows; m++) write<Kind>((const float*)sums[m], bias, to + m * N, columns);
 }
 
-template <typename Kind, int M>
-static auto tile_of(long rows) -> decltype(&tile<Kind, 1>) {
-    if constexpr (M == 1) return tile<Kind, 1>;
-    else return rows == M ? tile<Kind, M> : tile_of<Kind, M - 1>(rows);
+template <typename Kind, bool ALONE, int M = TILE>
+static auto tile_of(long rows) -> decltype(&tile<Kind, 1, ALONE>) {
+    if constexpr (M == (ALONE ? 1 : TILE / 2 + 1)) return tile<Kind, M, ALONE>;  // equal parts of many are no less
+    else return rows == M ? tile<Kind, M, ALONE> : tile_of<Kind, ALONE, M - 1>(rows);
 }
 
 // As many rows as parts of about one size make of `rows`.
@@ -123,26 +130,51 @@ static long even(long rows, long most) {
     return (rows + parts - 1) / parts;
 }
 
-template <typename Kind>
-static void all(const typename Kind::Factor* x, const Word* w, const char* b, char* y, long M, long K, long N, int threads) {
-    const long blocks = (N + COLUMNS - 1) / COLUMNS, most = HELD / K < TILE ? TILE : HELD / K;
-    const long chunk = even(M, most), rows = even(chunk, TILE), size = sizeof(typename Kind::Number);
-    for (long first = 0; first < M; first += chunk) {
-        const long last = first + chunk < M ? first + chunk : M;
+// M rows in tiles of `rows`, each tile word by word, zeros for rows that are missing in the last.
+template <typename Factor>
+static void lay(const Factor* x, Factor* laid, long M, long K, long rows) {
+    for (long m = 0; m < M || m % rows; m++)
+        for (long k = 0; k < K; k++) laid[(m - m % rows) * K + k * rows + m % rows] = m < M ? x[m * K + k] : Factor();
+}
+
+template <typename Kind, bool ALONE>
+static void all(
+    const typename Kind::Factor* x, const Word* w, const char* b, char* y, long M, long rows, long K, long N,
+    int threads
+) {
+    const long blocks = (N + COLUMNS - 1) / COLUMNS, size = sizeof(typename Kind::Number);
+    const long turns = COLUMNS < LINE ? 1 : COLUMNS / LINE;  // of tiles, until all of a block is fetched
+    const auto sum = tile_of<Kind, ALONE>(rows);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (long block = 0; block < blocks; block++) {
-            const long from = block * COLUMNS, some = N - from < COLUMNS ? N - from : COLUMNS;
-            for (long m = first; m < last; m += rows) {
-                const auto sum = tile_of<Kind, TILE>(m + rows < last ? rows : last - m);
-                sum(x + m * K * Kind::FACTORS, w + from * K, b ? b + from * size : nullptr, y + (m * N + from) * size, K, N, some);
-            }
+    for (long block = 0; block < blocks; block++) {
+        const long from = block * COLUMNS, columns = N - from < COLUMNS ? N - from : COLUMNS;
+        const Word *now = w + from * K, *next = now + COLUMNS * K;
+        const char* bias = b ? b + from * size : nullptr;
+        for (long m = 0, turn = 0; m < M; m += rows, turn++) {
+            const long some = M - m < rows ? M - m : rows;
+            sum(x + m * K, now, next + turn % turns * K * LINE, bias, y + (m * N + from) * size, some, K, N, columns);
         }
     }
 }
 
+template <typename Kind>
+static void any(const void* x, const Word* w, const char* b, char* y, long M, long K, long N, int threads) {
+    typedef typename Kind::Factor Factor;
+    const Factor* rows = (const Factor*)x;
+    if (M <= TILE) return all<Kind, true>(rows, w, b, y, M, M, K, N, threads);
+    const long chunk = even(M, HELD / K < TILE ? TILE : HELD / K), tall = even(chunk, TILE);
+    const std::unique_ptr<Factor[]> laid(new Factor[(chunk + tall) * K]);
+    for (long first = 0; first < M; first += chunk) {
+        const long some = M - first < chunk ? M - first : chunk;
+        lay(rows + first * K, laid.get(), some, K, tall);
+        all<Kind, false>(laid.get(), w, b, y + first * N * sizeof(typename Kind::Number), some, tall, K, N, threads);
+    }
+}
+
 #if defined(TILES)
-// Matrices that a processor keeps in registers (AMX), multiplied at once. Of rows upper and lower, up to ROWS each: sums for
-// LANES columns in 0 and 1, and in 2 and 3; DEEP words of x in 4 and 5. The same words of w, for either LANES, in 6 and 7.
+// Matrices that a processor keeps in registers (AMX), multiplied at once. Of rows upper and lower, up to ROWS each:
+// sums for LANES columns in 0 and 1, and in 2 and 3; DEEP words of x in 4 and 5. The same words of w, for either LANES,
+// in 6 and 7.
 enum { ROWS = 16, DEEP = 16 };
 
 static bool may_use_tiles() {  // Linux gives their memory to programs that ask for it
@@ -249,19 +281,15 @@ static void all_by_tiles(const Word* x, const Word* w, const char* b, char* y, l
 }
 #endif
 
-static void full(const void* x, const Word* w, const char* b, char* y, long M, long K, long N, int threads) {
-    all<Full>((const float*)x, w, b, y, M, K, N, threads);
-}
-
 static void half(const void* x, const Word* w, const char* b, char* y, long M, long K, long N, int threads) {
 #if defined(TILES)
     if (may_use_tiles()) return all_by_tiles((const Word*)x, w, b, y, M, K, N, threads);
 #endif
-    if constexpr (Half::FACTORS == 1) return all<Half>((const Half::Factor*)x, w, b, y, M, K, N, threads);
+    if constexpr (!Half::WIDE) return any<Half>(x, w, b, y, M, K, N, threads);
     const long numbers = 2 * M * K;
     const std::unique_ptr<float[]> wide(new float[numbers]);
     for (long each = 0; each < numbers; each++) wide[each] = Half::read(((const uint16_t*)x)[each]);
-    all<Half>((const Half::Factor*)wide.get(), w, b, y, M, K, N, threads);
+    any<Half>(wide.get(), w, b, y, M, K, N, threads);
 }
 
 extern "C" int columns() { return COLUMNS; }
@@ -270,5 +298,5 @@ extern "C" int columns() { return COLUMNS; }
 extern "C" void product(
     const void* x, const void* w, const void* b, void* y, long M, long K, long N, int is_half, int threads
 ) {
-    if (M) (is_half ? half : full)(x, (const Word*)w, (const char*)b, (char*)y, M, K, N, threads);
+    if (M) (is_half ? half : any<Full>)(x, (const Word*)w, (const char*)b, (char*)y, M, K, N, threads);
 }
