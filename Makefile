@@ -51,8 +51,9 @@ demo-chat: install ## SmolLM2-135M answers, with the heads that ship with the pa
 test: install ## run the fast tests
 	$(BIN)/python -m pytest -m "not slow" -n 2
 
+# A worker takes whole files: the tests of one share runs, a wheel and compiled steps.
 test-slow: install ## run the slow tests
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 test-all: install ## run all tests
 	$(BIN)/python -m pytest

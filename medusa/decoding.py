@@ -281,8 +281,8 @@ def joining(decoder: Decoder, waiting: Iterable[Request], most: int | None) -> i
     for request in waiting:
         if (most is not None and len(decoder.rows) + len(ready) >= most) or not decoder.takes(request):
             break
-        horizons = {decoder.trunk.horizon(len(each.ids)) for each in (*ready, request)}
-        if len(horizons) > 1 or (ready and (ready[0].past or request.past)):
+        sides = {decoder.trunk.horizon(len(each.ids)) for each in (*ready[:1], request)}
+        if len(sides) > 1 or (ready and (ready[0].past or request.past)):
             break
         ready.append(request)
     return len(ready)

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -168,10 +169,11 @@ def decoder_run(
     ``asked`` are further fields of :class:`medusa.decoding.Request`, such as ``processing``.
     """
 
+    request = _requests(prompt, tokens, sampling, asked)
+
     def run(draws: Draws, seeds: list[int]) -> list[list[int]]:
         texts: list[list[int]] = [[] for _ in seeds]
-        requests = [replace(request, **asked) for request in _requests(prompt, tokens, seeds, sampling)]
-        for step in decode(trunk, drafter, requests, rule, draws, most):
+        for step in decode(trunk, drafter, list(map(request, seeds)), rule, draws, most):
             for row, new in step.tokens.items():
                 texts[row] += new
         return texts
@@ -188,18 +190,28 @@ def mean_accepted(
 ) -> float:
     """The exact mean of drafted tokens accepted in the first tree after ``prompt`` and the token that follows it."""
 
+    request = _requests(prompt, 1 << 10, sampling, {})
+
     def run(draws: Draws, seeds: list[int]) -> list[list[int]]:
         decoder = Decoder(trunk, drafter, rule, draws)
-        decoder.admit(_requests(prompt, 1 << 10, seeds, sampling))
+        decoder.admit(list(map(request, seeds)))
         accepted = decoder.step().accepted
         return [[accepted[row]] for row in range(len(seeds))]
 
     return sum(count * p for (count,), p in output_law(run).items())
 
 
-def _requests(prompt: Sequence[int], tokens: int, seeds: list[int], sampling: SamplingParams | None) -> list[Request]:
-    own = sampling or SamplingParams(temperature=1.0)
-    return [Request(prompt, tokens, sampling=replace(own, seed=seed)) for seed in seeds]
+def _requests(
+    prompt: Sequence[int], tokens: int, sampling: SamplingParams | None, asked: Mapping[str, Any]
+) -> Callable[[int], Request]:
+    """The request of each seed, made once: checking it and finding its law costs more than a step of a toy."""
+    first = Request(prompt, tokens, sampling=sampling or SamplingParams(temperature=1.0), **asked)
+
+    @cache
+    def request(seed: int) -> Request:
+        return replace(first, sampling=replace(first.sampling, seed=seed))
+
+    return request
 
 
 def chi_square(observed: Mapping[int, int], law: Sequence[float], *, least: float = 5.0) -> float:

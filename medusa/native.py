@@ -1,7 +1,7 @@
 """C++ of our own, compiled on the machine that runs it: what torch has no operation for at the speed it could have.
 
-A source is one file beside this module, without headers of torch or Python, so that a compiler takes half a second over
-it, once per machine: what it makes is kept in the user's cache folder, under a name that goes by the source, the
+A source is one file beside this module, without headers of torch or Python, so that a compiler takes seconds over it,
+once per machine: what it makes is kept in the user's cache folder, under a name that goes by the source, the
 compiler and the processor. It is a program: one that somebody else owns or may write to is not taken. Where there is no
 compiler there is no library, and callers have another way.
 """

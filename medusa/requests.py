@@ -16,6 +16,8 @@ from medusa.processors import Processing
 from medusa.sampling import SamplingParams
 from medusa.trunk import Trunk
 
+UNPROCESSED = Processing()  # one for all: to check its values takes longer than all else about a request
+
 
 @dataclass(frozen=True)
 class Past:
@@ -66,7 +68,7 @@ class Request:
     max_new_tokens: int
     eos: frozenset[int] = frozenset()
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    processing: Processing = field(default_factory=Processing)
+    processing: Processing = UNPROCESSED
     processor: Processor | None = None
     watch: Callable[[int], bool] | None = None
     logprobs: int | None = None

@@ -537,6 +537,7 @@ def test_inference_needs_torch_and_transformers_alone(package: str) -> None:
         f"absent = {sorted(LAZY)!r}\n"
         "sys.modules.update(dict.fromkeys(absent))\n"
         f"importlib.import_module({package!r})\n"
+        "from medusa.infer import Engine\n"
         "print(json.dumps([name for name in absent if sys.modules[name] is not None]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -69,6 +69,7 @@ def inside(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     """A copy to work in."""
     shutil.copytree(workshop, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
+    monkeypatch.setattr("medusa.plots.png", lambda figure: b"")  # drawing takes longest
     return tmp_path / "copy"
 
 

@@ -1,4 +1,5 @@
-"""Two processes train what one does: by torch alone and by ZeRO-2 and 3, killed and gone on with; one that fails."""
+"""Two processes train what one does, trunk, heads and an EAGLE layer: by torch alone, where they learn the trunk's own
+text, and by ZeRO-2 and 3; killed and gone on with; one that fails."""
 
 from __future__ import annotations
 
@@ -19,12 +20,15 @@ from safetensors.torch import load_file
 from medusa import configs
 from medusa.calibrate import continuations
 from medusa.checkpoint import load_heads
+from medusa.eagle_files import PLACE
 from medusa.errors import UserError
 from medusa.train.cli import read_config
 from medusa.train.config import TrainConfig, TrunkConfig
 from medusa.train.heldout import judge
+from medusa.train.record import OWN
 from medusa.train.stages import train
 from medusa.train.text import Corpus
+from medusa.train.training import OwnText
 from medusa.trunk import Trunk
 
 pytestmark = pytest.mark.slow
@@ -56,6 +60,9 @@ if mine and stage == "refuse":
 sys.exit(main())
 """
 STEPS = {"steps": 8, "batch": 8, "warmup": 3, "log_every": 2, "eval_every": 4, "save_every": 3, "save_minutes": None}
+TRAINED = ("trunk", "heads", "eagle")
+FIGURES = {"loss", "grad_norm", "head_loss", "depth_loss", "top1", "top5", "outside", "heldout_loss", "tokens_per_step"}
+WEIGHTS = ("trunk/model.safetensors", "heads.safetensors", f"{PLACE}/eagle.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     lines = [{"text": f"the cat of {n} sat on the mat " + "and sat " * (n % 7)} for n in range(60)]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "worker.py").write_text(WORKER)
-    new = "{layers: 1, hidden: 16, heads: 2, kv_heads: 1, intermediate: 24, context: 64}"
+    new = "{layers: 2, hidden: 16, heads: 2, kv_heads: 1, intermediate: 24, context: 64}"
     (folder / "recipe.yaml").write_text(
         f"run: {folder}/one\n"
         "threads: 1\n"
@@ -74,6 +81,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
         f"trunk_training: {json.dumps(STEPS | {'optimizer': 'adamw'})}\n"
         "heads: {num: 2}\n"
         f"heads_training: {json.dumps(STEPS | {'lr': 0.01})}\n"
+        "eagle: {version: 3, vocab: 15}\n"
+        f"eagle_training: {json.dumps(STEPS | {'lr': 0.01, 'passes': 2, 'depth': 2})}\n"
         "evaluation: {rows: 4, prompts: 4, prompt_tokens: 8, tokens: 12, nodes: 4}\n"
         "calibration: {sizes: [1], rounds: 1}\n"
     )
@@ -107,7 +116,7 @@ def curves(folder: Path) -> tuple[list[tuple[str, int, str]], torch.Tensor]:
     places, values = [], []
     for event in events(folder):
         for key, value in event.items():
-            if key in ("loss", "grad_norm", "head_loss", "top1", "top5", "heldout_loss", "tokens_per_step"):
+            if key in FIGURES:
                 for part in value if isinstance(value, list) else [value]:
                     places.append((event["stage"], event["step"], key))
                     values.append(part)
@@ -116,12 +125,13 @@ def curves(folder: Path) -> tuple[list[tuple[str, int, str]], torch.Tensor]:
 
 def assert_same_curves(found: Path, wanted: Path, within: float) -> None:
     (places, values), (expected_places, expected) = curves(found), curves(wanted)
-    assert places == expected_places and len({stage for stage, _, _ in places}) == 2
+    assert places == expected_places and {stage for stage, _, _ in places} == {*TRAINED}
     torch.testing.assert_close(values, expected, rtol=0, atol=within)
 
 
 def assert_whole(folder: Path, one: Path, config: TrainConfig, within: float) -> None:
-    """One process loads trunk and heads, finds in them what the log says of them, and what it would have trained."""
+    """One process loads trunk and heads, finds in them what the log says of them, and what it would have trained, the
+    EAGLE layer too."""
     trunk = Trunk.load(str(folder / "trunk"), dtype=config.trunk.dtype)
     heads = load_heads(folder, trunk)
     corpus = Corpus(config, lambda line: None)
@@ -129,9 +139,10 @@ def assert_whole(folder: Path, one: Path, config: TrainConfig, within: float) ->
     held = continuations(trunk, corpus.heldout_prompts(config.evaluation), config.evaluation.tokens)
     figures = judge(heads, held, config.evaluation.nodes)[1]
     best = json.loads((folder / "run.json").read_text())["stages"]["heads"]["result"]["step"]
-    (logged,) = [event for event in events(folder) if event["step"] == best and "heldout_top1" in event]
+    judged = [event for event in events(folder) if event["stage"] == "heads" and "heldout_top1" in event]
+    (logged,) = [event for event in judged if event["step"] == best]
     assert logged == {"stage": "heads", "step": best, **figures}
-    for name in ("trunk/model.safetensors", "heads.safetensors"):
+    for name in WEIGHTS:
         found, wanted = load_file(folder / name), load_file(one / name)
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():
@@ -147,24 +158,32 @@ def one(recipe: TrainConfig) -> Path:
 
 def test_two_processes_in_parts_are_one_process(recipe: TrainConfig) -> None:
     four, twos = folder_of(recipe, "four"), folder_of(recipe, "twos")
-    parts = {name: replace(getattr(recipe, name), accumulate=4) for name in ("trunk_training", "heads_training")}
-    config = replace(recipe, run=str(four), trunk=replace(recipe.trunk, dtype="float64"), **parts)
+    parts = {f"{stage}_training": replace(getattr(recipe, f"{stage}_training"), accumulate=4) for stage in TRAINED}
+    text = {"prompts": 12, "prompt_tokens": 8, "batch": 5}
+    in_fp64 = replace(recipe.trunk, dtype="float64")
+    config = replace(recipe, run=str(four), trunk=in_fp64, own_text=OwnText(**text), **parts)
     train(config, report=lambda line: None)
-    halves = ["--trunk_training.accumulate", "2", "--heads_training.accumulate", "2"]
-    said, codes = launch(recipe, "twos", "--trunk.dtype", "float64", *halves)
-    assert not codes and "Warning" not in said and said.count("heads: 2 of kind hydra") == 1
+    halves = [word for stage in TRAINED for word in (f"--{stage}_training.accumulate", "2")]
+    said, codes = launch(recipe, "twos", "--trunk.dtype", "float64", "--own_text", json.dumps(text), *halves)
+    assert not codes and "Warning" not in said
+    for line in ("heads: 2 of kind hydra", "eagle: a layer of version 3", "text: 12 answers, 288 tokens"):
+        assert said.count(line) == 1
+    assert said.count("  text         12 of the trunk's own") == 1
     assert_same_curves(twos, four, 1e-5)  # a trunk is trained in fp32
     assert_whole(twos, four, config, 1e-5)
-    # Heads on the very same trunk, in fp64.
+    # All but the trunk again, on the very same trunk, in fp64.
     named = TrunkConfig(name=str(twos / "trunk"), dtype="float64")
     again = replace(config, run=str(four) + "-again", trunk=named, data=replace(config.data, tokenizer="trunk"))
     train(again, report=lambda line: None)
+    assert sorted(path.name for path in (twos / OWN).iterdir()) == ["answers.jsonl", "meta.json"]
+    assert (twos / OWN / "answers.jsonl").read_bytes() == (Path(again.run) / OWN / "answers.jsonl").read_bytes()
     wanted = [event["head_loss"] for event in events(Path(again.run)) if "head_loss" in event]
     assert len(wanted) == 4
     found = [event["head_loss"] for event in events(twos) if "head_loss" in event]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=0, atol=1e-6)
-    mine, theirs = (load_file(folder / "heads.safetensors") for folder in (twos, Path(again.run)))
-    assert all((value - theirs[name]).abs().max() < 1e-12 for name, value in mine.items())
+    for file, within in zip(WEIGHTS[1:], (1e-12, 1e-10), strict=True):
+        mine, theirs = (load_file(folder / file) for folder in (twos, Path(again.run)))
+        assert all((value - theirs[name]).abs().max() < within for name, value in mine.items())
 
 
 @needs_deepspeed

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ for folder, drafter, prompts, options in json.loads(Path(sys.argv[1]).read_text(
     key = folder, drafter
     try:
         if key not in engines:
-            engines[key] = Engine.load(folder, drafter=drafter, dtype="float64", tp_plan="auto")
+            compiles = options.pop("compile", None)
+            engines[key] = Engine.load(folder, drafter=drafter, dtype="float64", tp_plan="auto", compile=compiles)
         engine = engines[key]
         made = engine.generate(prompts[str(rank)] if isinstance(prompts, dict) else prompts, **options)
         results.append({"ids": [each.token_ids for each in made], "steps": [each.steps for each in made]})
@@ -148,13 +150,15 @@ def test_two_processes_write_what_one_writes(folder: Path, monkeypatch: pytest.M
         ("root", "auto", PROMPTS, unseeded),
         ("root", "auto", {"0": PROMPTS[:1], "1": ["Romeo"]}, GREEDY),
         ("root", "auto", PROMPTS[:1], {**GREEDY, "max_time": 5.0}),
+        ("hydra", "none", PROMPTS[:1], {"compile": True}),
     ]
     first, second = run_jobs(folder, jobs)
     assert first == second
-    *equal, drawn, apart, timed = first
+    *equal, drawn, apart, timed, compiling = first
     fewer = 0
+    load = cache(partial(Engine.load, dtype="float64"))
     for (run, drafter, options), found in zip(asked, equal, strict=True):
-        engine = Engine.load(folder / run, drafter=drafter, dtype="float64")
+        engine = load(folder / run, drafter=drafter)
         wanted = engine.generate(PROMPTS, **options)
         assert found["ids"] == [each.token_ids for each in wanted], (run, drafter, options)
         assert found["steps"] == [each.steps for each in wanted]
@@ -163,12 +167,13 @@ def test_two_processes_write_what_one_writes(folder: Path, monkeypatch: pytest.M
         fewer += sum(found["steps"]) < len(PROMPTS) * (TOKENS - 1)
     assert fewer > len(asked) / 2  # or nothing that was drafted would have been accepted
     again = [
-        Engine.load(folder / "root", dtype="float64").generate(prompt, **unseeded, seed=seed)
+        load(folder / "root", drafter="auto").generate(prompt, **unseeded, seed=seed)
         for prompt, seed in zip(PROMPTS, drawn["seeds"], strict=True)
     ]
     assert drawn["ids"] == [each.token_ids for each in again]
     assert "the processes have come to different tokens" in apart["error"]
     assert timed["error"].startswith("max_time=5.0 with tp_plan")
+    assert compiling["error"].startswith("compile with tp_plan")
 
 
 @pytest.mark.slow
@@ -176,24 +181,17 @@ def test_the_command_speaks_once(folder: Path, capfd: pytest.CaptureFixture[str]
     words = ["generate", str(folder / "root"), "--prompt", "ROMEO:", "--max-new-tokens", "20", "--dtype", "float64"]
     assert main(words) == 0
     alone = capfd.readouterr()
-    for options in ([], ["--stream"]):
-        out, said, codes = launch(folder, "-m", "--", "medusa", *words, *options, "--tp-plan", "auto")
-        assert not codes and out == alone.out
-        assert said.count("20 tokens in") == 1
-        assert re.findall(r"\d+ steps", said) == re.findall(r"\d+ steps", alone.err)
+    out, said, codes = launch(folder, "-m", "--", "medusa", *words, "--stream", "--tp-plan", "auto")
+    assert not codes and out == alone.out
+    assert said.count("20 tokens in") == 1
+    assert re.findall(r"\d+ steps", said) == re.findall(r"\d+ steps", alone.err)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ([], "processes=2 without --tp-plan would all do the same: add --tp-plan auto"),
-        (["--tp-plan", "auto", "--compile"], "compile with tp_plan"),
-    ],
-)
-def test_a_wrong_input_is_told_once(folder: Path, words: list[str], line: str) -> None:
-    out, said, codes = launch(folder, "-m", "--", "medusa", "generate", folder / "root", "--prompt", "A", *words)
+def test_a_wrong_input_is_told_once(folder: Path) -> None:
+    out, said, codes = launch(folder, "-m", "--", "medusa", "generate", folder / "root", "--prompt", "A")
     assert codes <= {2, -15} and 2 in codes, said
+    line = "processes=2 without --tp-plan would all do the same: add --tp-plan auto"
     assert said.count("medusa: error: ") == 1 and line in said and not out
     assert said.count("Traceback") == 1  # torchrun's own
 

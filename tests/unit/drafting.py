@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from medusa.cut import cut
 from medusa.drafters.base import Drafter
-from medusa.drafters.children import Drafting
+from medusa.drafters.children import MODES, Drafting
 from medusa.drafters.draft_model import DraftModelDrafter
 from medusa.drafters.dynamic import DynamicDrafter
 from medusa.drafters.eagle import EagleDrafter
@@ -37,6 +37,12 @@ UNTRAINED = (
     "eagle 3",
     "eagle 3 grown",
 )
+# The modes in which a drafter's trees differ: some never draw, an only child is drawn in two, and so on: see below.
+_MODES = {
+    **dict.fromkeys(("prompt lookup", "lookahead", "eagle 3 grown"), ("sampled",)),
+    **dict.fromkeys(("draft model", "dynamic", "dynamic hydra", "dynamic markov", "mixed markov"), ("sampled", "top")),
+}
+MODED = tuple((name, mode) for name in UNTRAINED for mode in _MODES.get(name, MODES))
 
 
 def untrained(trunk: Trunk, name: str, mode: str = "sampled", tree: Topology | None = None) -> Drafter:

@@ -67,9 +67,14 @@ def collect(steps: Sequence[Step], rows: int) -> list[list[int]]:
 # Admission.
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("family", "name", "most"),  # every pair of two of them
+    [
+        (FAMILIES[(place + shift) % 3], name, most)
+        for place, name in enumerate(DRAFTERS)
+        for shift, most in enumerate((1, 3, 8))
+    ],
+)
 def test_waiting_requests_are_admitted_as_rows_end(family: str, name: str, most: int) -> None:
     requests = [Request(prompt, limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
     steps = list(decode(trunk_of(family), drafter_of(family, name), requests, most=most))
@@ -80,8 +85,8 @@ def test_waiting_requests_are_admitted_as_rows_end(family: str, name: str, most:
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_requests_join_at_random_moments(name: str) -> None:
     """Slots are reused, appended, closed up; rows leave from outside; every row equals its solo run."""
-    for seed in range(12):
-        rng = random.Random(seed)
+    for seed in range(4):
+        rng = random.Random(f"{name} {seed}")
         decoder, expected = Decoder(trunk_of("llama"), drafter_of("llama", name)), {}
         steps, waiting, ended = [], list(range(8)), set()
         while waiting or decoder.live:
@@ -123,15 +128,15 @@ def test_a_free_slot_holds_nobody_back() -> None:
 
 @pytest.mark.parametrize("name", ["heads", *UNTRAINED])
 def test_sampled_rows_that_join_equal_their_solo_runs(name: str) -> None:
-    params = [SamplingParams(temperature=0.5 + row / 4, top_k=20 * (row % 2), seed=row) for row in range(8)]
-    requests = [Request(PROMPTS[row], LIMITS[row], sampling=params[row]) for row in range(8)]
+    params = [SamplingParams(temperature=0.5 + row / 4, top_k=20 * (row % 2), seed=row) for row in range(6)]
+    requests = [Request(PROMPTS[row], LIMITS[row], sampling=params[row]) for row in range(6)]
     if name == "heads":  # those that know texts by heart have laws with ties, which top_k cuts by their last bit
         heads = random_heads(trunk_of("llama"), HeadsConfig("hydra", num=4), scale=0.1)
         drafter: Drafter = MedusaDrafter(heads, Topology.full([3, 2, 1]))
     else:
         drafter = drafter_of("llama", name)
     alone = [generate_ids(trunk_of("llama"), drafter, [request])[0] for request in requests]
-    for most in (2, 3, 8):
+    for most in (3, 6):
         assert generate_ids(trunk_of("llama"), drafter, requests, most=most) == alone
 
 

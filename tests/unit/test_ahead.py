@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,16 +15,20 @@ from torch import Tensor, nn
 
 from medusa import compiled, packages
 from medusa.__main__ import main
-from medusa.ahead import LIBRARY, Library, can_be_ahead, export
+from medusa.ahead import CALLS, LIBRARY, OPERATIONS, Library, can_be_ahead, export
 from medusa.cache import BLOCK, SlotCache
 from medusa.compiled import CompiledSteps, StepSize, stored_sizes
 from medusa.data.tokenizers import char_tokenizer
+from medusa.decoding import Request, generate_ids
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
+from medusa.family import OWN
+from medusa.folded import settle
 from medusa.infer import Engine
 from medusa.infer.warmup import use_compiled, use_stored, warm_up
-from medusa.packed import pack
-from medusa.testing import VOCAB, tiny_trunk
+from medusa.packed import Weight, pack
+from medusa.products import FewRows, OneDNN
+from medusa.testing import VOCAB, ScriptedDrafter, plain_greedy, tiny_trunk
 from medusa.tree import DraftTree, Shape, Topology
 from medusa.trunk import Trunk
 
@@ -36,23 +41,37 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+def text_and_tree(lengths: Sequence[int], topology: Topology) -> tuple[Tensor, DraftTree]:
+    """Random texts, of which each row has so much, and a tree behind them."""
+    most, generator = max(lengths), torch.Generator().manual_seed(1)
+    ids_BT = torch.randint(VOCAB, (len(lengths), most + topology.size), generator=generator)
+    tokens_BN = ids_BT[:, most:]
+    return ids_BT[:, :most], DraftTree(Shape.static(topology, "cpu"), tokens_BN, torch.ones_like(tokens_BN).bool())
+
+
 @torch.inference_mode()
-def outcome(trunk: Trunk, steps: CompiledSteps | None, lengths: Sequence[int] = (9,)) -> tuple[Tensor, SlotCache]:
+def outcome(
+    trunk: Trunk, steps: CompiledSteps | None, lengths: Sequence[int] = (9,), topology: Topology = TREE
+) -> tuple[Tensor, SlotCache]:
     """Logits of a tree behind texts of these lengths, and the cache, which counts the tree in."""
-    ids_BT = torch.randint(VOCAB, (len(lengths), max(lengths) + TREE.size), generator=torch.Generator().manual_seed(1))
+    ids_BT, tree = text_and_tree(lengths, topology)
     trunk.compiled, cache = None, trunk.new_cache(len(lengths))
-    trunk.prefill(ids_BT[:, : max(lengths)], lengths, cache)
+    trunk.prefill(ids_BT, lengths, cache)
     trunk.compiled = steps
-    tokens_BN = ids_BT[:, max(lengths) :]
-    tree = DraftTree(Shape.static(TREE, "cpu"), tokens_BN, torch.ones_like(tokens_BN).bool())
     logits = trunk.tree_forward(tree, cache).logits
-    cache.set_lengths([length + TREE.size for length in lengths])
+    cache.set_lengths([length + tree.size for length in lengths])
     return logits, cache
 
 
-def check(trunk: Trunk, steps: CompiledSteps, lengths: Sequence[int] = (9,), tolerance: float = 1e-5) -> None:
+def check(
+    trunk: Trunk,
+    steps: CompiledSteps,
+    lengths: Sequence[int] = (9,),
+    tolerance: float = 1e-5,
+    topology: Topology = TREE,
+) -> None:
     """Logits and cache are those of an eager step."""
-    (plain, one), (found, other) = outcome(trunk, None, lengths), outcome(trunk, steps, lengths)
+    (plain, one), (found, other) = (outcome(trunk, each, lengths, topology) for each in (None, steps))
     torch.testing.assert_close(found, plain, rtol=tolerance, atol=tolerance)
     for layer in range(len(trunk.layers)):
         for row in range(len(lengths)):
@@ -365,8 +384,7 @@ def test_our_code_in_a_step_is_in_its_name(family: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mistral"])
+@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("gpt2", 2), ("gemma3", 2), ("mistral", 1)])
 def test_an_exported_step_is_the_step(family: str, rows: int) -> None:
     """Before it is compiled: to rounding in fp64, at lengths that it was not exported with, and for other weights."""
     trunk, other = tiny_trunk(family), tiny_trunk(family, seed=3)
@@ -406,50 +424,116 @@ def test_an_exported_step_is_the_step(family: str, rows: int) -> None:
     assert len(programs) == 1
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])  # gpt2: weights of the other orientation, and biases
-def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A compiled step of a packed trunk in fp32."""
+class Kept(NamedTuple):
+    """What a family's step is compiled for, and texts that it is tried behind."""
+
+    topology: Topology
+    lengths: tuple[tuple[int, ...], ...]
+
+
+# A tree for two rows, under a mask per kind of layer; a single token, by weights of the other orientation and biases.
+LAST = BLOCK - TREE.size
+KEPT = {
+    "gemma3": Kept(TREE, ((9, 5), (9, 9), (1, 12), (100, 3), (LAST - 1, 40), (2, LAST))),
+    "gpt2": Kept(Topology.root(), ((9,), (1,), (100,))),
+}
+
+
+@pytest.fixture(scope="module", params=KEPT)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A family, and the cache folder with its compiled step."""
     folder = tmp_path_factory.mktemp("kept")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(folder))
-        trunk = packed_trunk(request.param)
-        outcome(trunk, CompiledSteps(trunk, [SIZE]))
+        taken(request.param, *compiled_trunk(request.param))
     yield request.param, folder
 
 
-def packed_trunk(family: str, seed: int = 0) -> Trunk:
-    trunk = tiny_trunk(family, dtype=torch.float32, seed=seed)
-    assert pack(trunk.model, always=True)
-    return trunk
+@pytest.fixture
+def kept(folder: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The family whose step is kept; nothing else is compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder[1]))
+    monkeypatch.setattr(compiled, "compile_ahead", None)
+    return folder[0]
+
+
+def compiled_trunk(family: str, seed: int = 0) -> tuple[Trunk, CompiledSteps]:
+    """In fp32 and packed. A gemma3 attends by our own attention; a matrix of gpt2 is packed by oneDNN, whose layout no
+    step knows."""
+    options: dict[str, Any] = {"n_layer": 1} if family == "gpt2" else {"max_position_embeddings": 2 * BLOCK}
+    trunk = tiny_trunk(family, dtype=torch.float32, seed=seed, **options)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("medusa.packed.WAYS", (FewRows(),))
+        assert pack(trunk.model, always=True)
+        patched.setattr("medusa.folded.fastest", lambda _: OWN)
+        if family == "gpt2":
+            layer = trunk.model.transformer.h[0].mlp.c_fc
+            layer.medusa_packed = Weight(layer, OneDNN())
+        else:
+            assert settle(trunk).config._attn_implementation == OWN
+    topology, (lengths, *_) = KEPT[family]
+    return trunk, CompiledSteps(trunk, [StepSize(len(lengths), topology.size)])
+
+
+def taken(family: str, trunk: Trunk, steps: CompiledSteps | None) -> Tensor:
+    """The logits behind the first of the texts."""
+    return outcome(trunk, steps, KEPT[family].lengths[0], KEPT[family].topology)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_compiled(kept: tuple[str, Path], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    family, folder = kept
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    monkeypatch.setattr(compiled, "compile_ahead", None)  # nothing is compiled
-    trunk = packed_trunk(family, seed)
-    steps = CompiledSteps(trunk, [SIZE])
-    for length in (9, 9, 1, 100, BLOCK - TREE.size - 1, BLOCK - TREE.size) if family == "llama" else (9, 1, 100):
-        if trunk.context is None or length + TREE.size <= trunk.context:
-            check(trunk, steps, [length], tolerance=1e-4)
-    step = steps.compiled[SIZE]
+def test_compiled(kept: str, seed: int) -> None:
+    trunk, steps = compiled_trunk(kept, seed)
+    for lengths in KEPT[kept].lengths:
+        check(trunk, steps, lengths, 1e-4, KEPT[kept].topology)
+    (step,) = steps.compiled.values()
     assert isinstance(step, Library) and step.is_current
+
+
+@pytest.mark.slow
+def test_a_text_by_a_kept_step(kept: str) -> None:
+    topology, (lengths, *_) = KEPT[kept]
+    prompts = [[3, 0, 17, 5], [64, 1, 2, 3, 0, 0, 9, 40, 11]][: len(lengths)]
+    trunk, steps = compiled_trunk(kept)
+    texts = [plain_greedy(trunk, prompt, 24) for prompt in prompts]
+    trunk.compiled = steps
+    drafter = ScriptedDrafter(texts, honesty=0.7, size=topology.size) if topology.size > 1 else NullDrafter()
+    assert generate_ids(trunk, drafter, [Request(prompt, 24) for prompt in prompts]) == texts
+    assert len(steps.compiled) == 1
+
+
+@pytest.mark.slow
+def test_what_is_called_from_cpp_and_what_is_called_back(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention and products of ours without Python; a product in another layout is Python's."""
+    called: list[str] = []
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    attend, product = kind(CALLS["tree_attention"]()), OneDNN.product
+    noting = kind(lambda problem: (called.append("attention"), attend(problem))[1])
+    monkeypatch.setitem(CALLS, "tree_attention", lambda: ctypes.cast(noting, ctypes.c_void_p).value)
+    monkeypatch.setattr(OneDNN, "product", lambda *given: (called.append("product"), product(*given))[1])
+    trunk, steps = compiled_trunk(kept)
+    expected = taken(kept, trunk, steps)
+    ((size, step),) = steps.compiled.items()
+
+    def watched(*arguments: Any) -> tuple[Tensor, ...]:
+        called.clear()
+        output = step(*arguments)
+        called.append("end")
+        return output
+
+    steps.compiled[size] = watched
+    assert torch.equal(taken(kept, trunk, steps), expected)
+    assert called == [*(["product"] if kept == "gpt2" else ["attention"] * len(trunk.layers)), "end"]
+    back = [file.read_text() for file in packages.steps_folder().glob(f"*/{OPERATIONS}")]
+    assert len(back) == (kept == "gpt2") and all("packed_linear" in each and "few_rows" not in each for each in back)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["written to", "replaced", "its memory replaced"])
 @pytest.mark.parametrize("which", ["packed", "other"])
-def test_it_reads_what_weights_are(
-    kept: tuple[str, Path], how: str, which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family, folder = kept
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    monkeypatch.setattr(compiled, "compile_ahead", None)
-    trunk = packed_trunk(family)
-    steps = CompiledSteps(trunk, [SIZE])
-    before, _ = outcome(trunk, steps)
+def test_it_reads_what_weights_are(kept: str, how: str, which: str) -> None:
+    trunk, steps = compiled_trunk(kept)
+    before = taken(kept, trunk, steps)
     module: Any = trunk.model.get_output_embeddings() if which == "packed" else trunk.model.get_input_embeddings()
     if how == "written to":
         module.weight.mul_(0.5)
@@ -457,55 +541,35 @@ def test_it_reads_what_weights_are(
         module.weight = nn.Parameter(module.weight * 0.5, requires_grad=False)
     else:
         module.weight.data = module.weight.data * 0.5
-    check(trunk, steps, tolerance=1e-4)
-    assert not torch.allclose(outcome(trunk, steps)[0], before, rtol=0.01)
+    check(trunk, steps, KEPT[kept].lengths[0], 1e-4, KEPT[kept].topology)
+    assert not torch.allclose(taken(kept, trunk, steps), before, rtol=0.01)
 
 
 @pytest.mark.slow
-def test_it_reads_the_packed_copy(kept: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    family, folder = kept
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    trunk = packed_trunk(family)
-    steps = CompiledSteps(trunk, [SIZE])
-    assert outcome(trunk, steps)[0].abs().max() > 0
+def test_it_reads_the_packed_copy(kept: str) -> None:
+    trunk, steps = compiled_trunk(kept)
+    assert taken(kept, trunk, steps).abs().max() > 0
     trunk.model.get_output_embeddings().medusa_packed.packed.zero_()
-    assert outcome(trunk, steps)[0].abs().max() == 0
+    assert taken(kept, trunk, steps).abs().max() == 0
 
 
 @pytest.mark.slow
-def test_several_threads_take_steps_at_once(kept: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    family, folder = kept
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    trunk = packed_trunk(family)
-    steps = CompiledSteps(trunk, [SIZE])
-    expected, _ = outcome(trunk, steps)
-    cache = [outcome(trunk, None)[1] for _ in range(4)]
+def test_several_threads_take_steps_at_once(kept: str) -> None:
+    topology, (lengths, *_) = KEPT[kept]
+    trunk, steps = compiled_trunk(kept)
+    expected, tree = taken(kept, trunk, steps), text_and_tree(lengths, topology)[1]
+    caches = [outcome(trunk, None, lengths, topology)[1] for _ in range(4)]
     trunk.compiled = steps
     found: list[bool] = []
 
     def work(own: SlotCache) -> None:
-        own.set_lengths([9])
-        ids_BT = torch.randint(VOCAB, (1, 9 + TREE.size), generator=torch.Generator().manual_seed(1))
-        tree = DraftTree(Shape.static(TREE, "cpu"), ids_BT[:, 9:], torch.ones(1, TREE.size).bool())
+        own.set_lengths(lengths)
         with torch.inference_mode():
             found.extend(torch.allclose(trunk.tree_forward(tree, own).logits, expected) for _ in range(50))
 
-    threads = [Thread(target=work, args=(own,)) for own in cache]
+    threads = [Thread(target=work, args=(own,)) for own in caches]
     for each in threads:
         each.start()
     for each in threads:
         each.join(60)
     assert len(found) == 200 and all(found)
-
-
-@pytest.mark.slow
-def test_operations_without_cpp_are_called_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed by oneDNN, whose layout no step knows: the product is Python's."""
-    from medusa.products import OneDNN
-
-    monkeypatch.setattr("medusa.packed.WAYS", (OneDNN(),))
-    trunk = packed_trunk("llama")
-    check(trunk, CompiledSteps(trunk, [SIZE]), tolerance=1e-4)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(compiled, "compile_ahead", None)
-        check(trunk, CompiledSteps(trunk, [SIZE]), tolerance=1e-4)

@@ -224,8 +224,11 @@ def test_the_engine_has_them_all() -> None:
 
 
 @pytest.mark.parametrize(("family", "tokens", "kind"), MODELS)
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}])
-@pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL], ids=["plain", "forgetful"])
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [(TEMPLATE, {}), (TEMPLATE, {"temperature": 1.0, "seed": 5}), (FORGETFUL, {"temperature": 1.0, "seed": 5})],
+    ids=["plain", "plain sampled", "forgetful"],
+)
 def test_every_turn_equals_a_chat_without_a_cache(
     family: str, tokens: str, kind: str, options: dict[str, Any], template: str
 ) -> None:

@@ -27,7 +27,7 @@ from medusa.drafters.prompt_lookup import Lookup
 from medusa.errors import UserError
 from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.infer import Engine
-from medusa.infer.warmup import NODES, compile_step, step_sizes, warm_up
+from medusa.infer.warmup import NODES, compile_step, step_sizes
 from medusa.sampling import SamplingParams
 from medusa.testing import VOCAB, ScriptedDrafter, plain_greedy, random_heads, tiny_trunk
 from medusa.tree import DraftTree, Shape, Topology
@@ -246,20 +246,3 @@ def test_the_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert main([*generate, "--compile"]) == 0
     assert capsys.readouterr().out == plain
     assert tracer.count == 4  # a new process, but for the disk, which the stand-in does not use
-
-
-@pytest.mark.slow
-def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    trunk = tiny_trunk("gemma3", dtype=torch.float32)
-    engine = Engine(trunk, compile=True)
-    engine.warmup()
-    assert trunk.compiled is not None and set(trunk.compiled.compiled) == {(1, 1)}
-    torch.testing.assert_close(*both(trunk, [9], Topology.root()), rtol=1e-5, atol=1e-5)
-    expected = [plain_greedy(trunk, prompt, 24) for prompt in PROMPTS[:2]]
-    drafter = ScriptedDrafter({tuple(p): e for p, e in zip(PROMPTS, expected, strict=False)}, honesty=0.7, size=6)
-    trunk.compiled.add([StepSize(2, 6)])
-    assert text(trunk, drafter, PROMPTS[:2], 24) == expected
-    assert set(trunk.compiled.compiled) == {(1, 1), (2, 6)}
-    warm_up(trunk, NullDrafter())  # nothing is left to do
-    torch.testing.assert_close(*both(trunk, [BLOCK - 3, 5]), rtol=1e-5, atol=1e-5)

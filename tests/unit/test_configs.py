@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from medusa import configs
 from medusa.data import trunks
 from medusa.errors import UserError
 from medusa.train.cli import read_config
+from medusa.train.config import TrainConfig
 from medusa.train.newtrunk import check_name, maker_of
 from medusa.train.plan import inner_size, plan
 from medusa.train.record import to_yaml
@@ -20,6 +22,11 @@ from medusa.train.record import to_yaml
 LLAMA = Path(__file__).parent / "llama-8b"  # the config.json of Llama-3.1-8B, and no weights
 SEVERAL = "8gpu"  # how recipes for several processes end
 KINDS = ("tinyshakespeare", "tinyshakespeare-medusa", "tinyshakespeare-root")
+
+
+@cache
+def recipe(name: str) -> TrainConfig:
+    return read_config([name])[0]
 
 
 def test_every_shipped_recipe_is_found_by_name() -> None:
@@ -39,7 +46,7 @@ def test_a_recipe_opens_with_its_command_and_is_named_as_its_run(name: str) -> N
     assert all(line.startswith("#") for line in opening.splitlines())
     launcher = "torchrun --standalone --nproc_per_node=8 -m -- " if name.endswith(SEVERAL) else ""
     assert f"#   {launcher}medusa train {name}\n" in opening + "\n"
-    assert read_config([name])[0].run == f"runs/{name}"
+    assert recipe(name).run == f"runs/{name}"
 
 
 @pytest.mark.parametrize("name", configs.names())
@@ -56,14 +63,13 @@ def test_a_recipe_is_planned_without_data_or_weights(
 
 @pytest.mark.parametrize("name", configs.names())
 def test_a_recipe_survives_being_written_down(name: str, tmp_path: Path) -> None:
-    config = read_config([name])[0]
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert read_config([str(tmp_path / "config.yaml")])[0] == config
+    (tmp_path / "config.yaml").write_text(to_yaml(recipe(name)))
+    assert read_config([str(tmp_path / "config.yaml")])[0] == recipe(name)
 
 
 @pytest.mark.parametrize("name", configs.names())
 def test_a_recipe_makes_its_trunk_or_names_one_that_another_makes(name: str) -> None:
-    trunk = read_config([name])[0].trunk
+    trunk = recipe(name).trunk
     if trunk.new is None and not (trunk.name or "").startswith("meta-llama/"):
         maker = maker_of(trunk.name or "")
         assert maker in [f"medusa train {other}" for other in configs.names()] + ["medusa trunk smollm2"]

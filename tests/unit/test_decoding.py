@@ -128,7 +128,7 @@ def run(name: str, rows: Sequence[int], **options: object) -> tuple[list[list[in
 
 @pytest.mark.parametrize("name", NAMES)
 def test_max_new_tokens_is_exact(name: str) -> None:
-    for count in range(1, 21):
+    for count in (*range(1, DEPTH + 3), 13, 20):  # every place of the first run, and later ones
         ids, finished = run(name, [1], max_new_tokens=count)
         assert ids == [text_of(1)[:count]] and finished == {0: "length"}
 
@@ -175,12 +175,13 @@ def test_eos_at_every_offset_of_a_run(name: str) -> None:
     offsets = set()
     for row, skip in itertools.product(range(5), (0, 4)):
         prompt, text = PROMPTS[row] + text_of(row)[:skip], text_of(row)[skip:]
-        for token in dict.fromkeys(text[: 2 * DEPTH + 3]):
-            offset = text.index(token)  # the token's first place is where the row must end
-            request = Request(prompt, 40, frozenset({token}))
-            ids, finished = collect(list(decode(trunk_of(), drafters([row], skip)[name], [request])), 1)
-            assert ids == [text[: offset + 1]] and finished == {0: "eos"}
-            offsets.add(offset)
+        tokens = list(dict.fromkeys(text[: 2 * DEPTH + 3]))
+        ends = [text.index(token) for token in tokens]  # the token's first place is where the row must end
+        requests = [Request(prompt, 40, frozenset({token})) for token in tokens]
+        drafter = drafters([row] * len(tokens), skip)[name]
+        ids, finished = collect(list(decode(trunk_of(), drafter, requests)), len(tokens))
+        assert ids == [text[: end + 1] for end in ends] and set(finished.values()) == {"eos"}
+        offsets.update(ends)
     assert offsets >= set(range(DEPTH + 2))  # the prefill's token, and every place of the first run
 
 
@@ -233,8 +234,10 @@ def short_trunk(family: str) -> Trunk:
     return tiny_trunk(family, **({"n_positions": 24} if family == "gpt2" else {"max_position_embeddings": 24}))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "neox"])  # gpt2's positions are learned and end there
-@pytest.mark.parametrize("left", [1, 2, 3, 10])
+@pytest.mark.parametrize(
+    ("family", "left"),  # gpt2's positions are learned and end there
+    [("gpt2", 1), ("gpt2", 2), ("gpt2", 3), ("gpt2", 10), ("llama", 1), ("llama", 10), ("neox", 3)],
+)
 def test_the_context_ends_the_row(family: str, left: int) -> None:
     trunk = short_trunk(family)
     prompt = [index * 5 % 65 for index in range(24 - left)]
@@ -384,7 +387,7 @@ def test_one_seed_one_text_whatever_the_drafter_and_the_company(name: str) -> No
     assert expected[2] == text_of(2)[:16] and expected[0] != text_of(0)[:16]
     assert sampled(name, range(5), PARAMS, rule) == expected
     assert sampled(name, [4, 0], [PARAMS[4], PARAMS[0]], rule) == [expected[4], expected[0]]
-    for row in range(5):
+    for row in (1, 2):
         assert sampled(name, [row], [PARAMS[row]], rule) == [expected[row]]
 
 
@@ -438,7 +441,7 @@ def test_other_seeds_give_other_texts_and_temperature_0_none() -> None:
 @pytest.mark.parametrize("name", ["none", "heads", *UNTRAINED])
 def test_first_tokens_have_the_trunks_law(name: str) -> None:
     # over many seeds; the second token too, which for the heads comes out of a tree
-    params = [SamplingParams(temperature=1.5, seed=seed) for seed in range(1500)]
+    params = [SamplingParams(temperature=1.5, seed=seed) for seed in range(750)]
     requests = [Request(PROMPTS[1], 2, sampling=param) for param in params]
     drafter = drafters([1])[name]
     ids = generate_ids(trunk_of(), drafter, requests)

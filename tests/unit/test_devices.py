@@ -29,6 +29,7 @@ HEADS = ("medusa", "root", "hydra")
 DRAFTERS = ("none", *HEADS, *UNTRAINED)
 PROMPTS = [[3, 0, 17, 5, 3, 0, 17], [64, 1, 2, 3, 0], [7, 7]]
 TOKENS = 12
+GROWN = ("dynamic", "mixed", "eagle grown")  # trees of another shape in each step and row
 # Where the host makes the trees it may have to know more than what was accepted: what the window found, which tokens
 # heads drafted beside what was looked up; of trees that change in every step and are drawn from, how wide they are.
 GREEDY = {"lookahead": 2, "mixed": 2, "mixed markov": 2}
@@ -95,15 +96,19 @@ def assert_waits(found: list[Traffic], most: int) -> None:
         assert len(traffic.reads) <= most, traffic.reads
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", DRAFTERS)
+# A single row: those whose trees it changes, beside the static ones of the test of copies below.
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((name, 3) for name in DRAFTERS), *((name, 1) for name in ("draft tree", "lookahead", *GROWN))]
+)
 def test_a_greedy_step_makes_the_host_wait_once(name: str, rows: int) -> None:
     trunk = tiny_trunk("llama")
     assert_waits(steps_of(trunk, drafter_of(name, trunk), requests_of("greedy", rows)), GREEDY.get(name, 1))
 
 
-@pytest.mark.parametrize("asked", ["sampled", "processed"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [(name, "sampled") for name in DRAFTERS] + [(name, "processed") for name in ("none", "root", "lookahead", *GROWN)],
+)
 def test_a_step_that_draws_waits_no_more_than_its_trees_take(name: str, asked: str) -> None:
     trunk = tiny_trunk("llama")
     most = SAMPLED if asked == "sampled" else GREEDY

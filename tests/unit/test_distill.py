@@ -727,14 +727,14 @@ torch.set_num_threads(1)
 trunk = Trunk.load(argv[0])
 Trunk.load = lambda *args, **options: trunk
 died = 0
-for trial in range(9):
+for trial in range(6):
     child = os.fork()
     if not child:
-        if trial in (3, 6):
+        if trial in (1, 3):
             Lines.append = torn
         sys.stdout = sys.stderr = open(os.devnull, "w")
         os._exit(cli.main(["distill", *argv, "--out", out]))
-    if trial not in (3, 6, 8):
+    if trial not in (1, 3, 5):
         size = lambda: sum(os.path.getsize(f"{out}/{name}") for name in os.listdir(out) if name.endswith("jsonl"))
         end, start = rng.randrange(100, 1200), size()
         while size() < start + end and os.waitpid(child, os.WNOHANG) == (0, 0):
@@ -756,7 +756,7 @@ def test_killed_at_random_moments_and_in_mid_write_it_ends_as_if_never_stopped(
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(saved / "trunk"), *ARGV]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 6
+    assert int(done.stdout) >= 4
     places = Places.at(tmp_path)
     assert stored(places.answers) == stored(never_stopped.answers)
     numbers = [json.loads(line)["number"] for line in places.drafts.read_text().splitlines()]

@@ -219,8 +219,10 @@ def test_a_tree_of_the_root_alone_is_refused() -> None:
 # Sampling.
 
 
-@pytest.mark.parametrize("mode", ["sampled", "mixed", "top"])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("tree", "mode"),  # an only child is drawn in both modes
+    [("chain", "sampled"), ("chain", "top"), ("tree", "sampled"), ("tree", "mixed"), ("tree", "top"), ("odd", "mixed")],
+)
 def test_a_sampling_row_of_a_batch_equals_its_solo_run(tree: str, mode: str) -> None:
     params = [SamplingParams(temperature=0.5 * row, top_k=30, seed=row) for row in range(4)]  # the first is greedy
     requests = [

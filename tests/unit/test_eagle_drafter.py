@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -34,6 +34,7 @@ TREES = {
     "odd": Topology.from_paths([[1], [0], [0, 2], [0, 0], [0, 0, 0], [1, 0], [0, 2, 1]]),
 }
 TEXTS = [[3], [0, 17, 0, 5], [64, 1, 2, 3, 0, 0, 9, 40], [5, 5, 0, 8, 21, 33, 60, 2, 2, 1, 7]]
+COUNTS = (16, 3, 9, 12)
 CLOSE: Any = {"rtol": 1e-9, "atol": 1e-9}
 GREEDY = SamplingParams()
 
@@ -41,6 +42,11 @@ GREEDY = SamplingParams()
 @cache
 def trunk_of(family: str) -> Trunk:
     return tiny_trunk(family)
+
+
+@cache
+def texts_of(family: str) -> list[list[int]]:
+    return [plain_greedy(trunk_of(family), text, count) for text, count in zip(TEXTS, COUNTS, strict=True)]
 
 
 @cache
@@ -111,9 +117,15 @@ class Run:
 # The cache.
 
 
-@pytest.mark.parametrize("tree", [*TREES, "grown"])
 @pytest.mark.parametrize(
-    ("family", "config"), [("llama", "1"), ("llama", "3 of 40"), ("gpt2", "3"), ("mistral", "1 of 40"), ("gemma3", "3")]
+    ("family", "config", "tree"),
+    [
+        *(("llama", "1", tree) for tree in (*TREES, "grown")),
+        *(("llama", "3 of 40", tree) for tree in ("tree", "grown")),
+        *(("gpt2", "3", tree) for tree in ("chain", "odd")),
+        *(("mistral", "1 of 40", tree) for tree in ("odd", "grown")),
+        *(("gemma3", "3", tree) for tree in ("tree", "grown")),
+    ],
 )
 def test_laws_after_any_acceptance_are_those_of_a_fresh_session(family: str, config: str, tree: str) -> None:
     rng, drafter, seen = random.Random(5), drafter_of(family, config, tree), set()
@@ -275,24 +287,29 @@ def test_rows_that_sample_take_the_static_tree() -> None:
 # The text.
 
 
-@pytest.mark.parametrize("tree", ["tree", "grown"])
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "config", "tree"),  # every pair of two of them
+    [
+        (family, config, ("tree", "grown")[(row + column) % 2])
+        for row, family in enumerate(FAMILIES)
+        for column, config in enumerate(CONFIGS)
+    ],
+)
 def test_greedy_text_is_the_trunks_own(family: str, config: str, tree: str) -> None:
-    requests = [Request(text, count) for text, count in zip(TEXTS, (16, 3, 9, 12), strict=True)]
-    expected = [plain_greedy(trunk_of(family), each.ids, each.max_new_tokens) for each in requests]
-    drafter = drafter_of(family, config, tree)
+    requests = [Request(text, count) for text, count in zip(TEXTS, COUNTS, strict=True)]
+    expected, drafter = texts_of(family), drafter_of(family, config, tree)
     assert generate_ids(trunk_of(family), drafter, requests) == expected
     assert generate_ids(trunk_of(family), drafter, requests, most=2) == expected
 
 
-@pytest.mark.parametrize("mode", ["sampled", "mixed", "top"])
-@pytest.mark.parametrize("tree", [*TREES, "grown"])
+# An only child is drawn in both modes; a grown tree knows none.
+SAMPLED = [("tree", "sampled"), ("tree", "mixed"), ("tree", "top"), ("odd", "sampled"), ("odd", "mixed")]
+
+
+@pytest.mark.parametrize(("tree", "mode"), [*SAMPLED, ("chain", "sampled"), ("chain", "top"), ("grown", "sampled")])
 def test_a_sampling_row_of_a_batch_equals_its_solo_run(tree: str, mode: str) -> None:
     params = [SamplingParams(temperature=0.5 * row, top_k=30, seed=row) for row in range(4)]  # the first is greedy
-    requests = [
-        Request(text, count, sampling=each) for text, count, each in zip(TEXTS, (16, 3, 9, 12), params, strict=True)
-    ]
+    requests = [Request(text, count, sampling=each) for text, count, each in zip(TEXTS, COUNTS, params, strict=True)]
     drafter = drafter_of("llama", "3", tree, mode)
     together = generate_ids(trunk_of("llama"), drafter, requests)
     assert together[0] == plain_greedy(trunk_of("llama"), TEXTS[0], 16)
@@ -378,12 +395,12 @@ def test_states_of_what_is_read_on_are_those_of_one_forward(family: str, monkeyp
         torch.testing.assert_close(state, whole[layer][:, 2:], rtol=1e-6, atol=1e-6)
 
 
-def test_decoding_asks_for_the_layers_of_its_drafter() -> None:
+def test_decoding_asks_for_the_layers_of_its_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa.infer.warmup.CompiledSteps", partial(CompiledSteps, backend="eager"))
     trunk = Trunk(tiny_model("llama"))
     drafter = EagleDrafter(random_eagle(trunk, EagleConfig(3)), TREES["chain"])
     assert layers_of(drafter) == (1, 2) and layers_of(NullDrafter()) == ()
     steps = use_compiled(trunk, drafter)
-    steps.backend = "eager"
     assert steps.layers == (1, 2) and steps.sizes == [(1, 1), (1, 5)]
     expected = plain_greedy(trunk, TEXTS[2], 12)
     assert generate_ids(trunk, drafter, [Request(TEXTS[2], 12)]) == [expected] and steps.compiled

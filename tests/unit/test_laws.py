@@ -16,7 +16,7 @@ from medusa.drafters.base import Drafter
 from medusa.drafters.medusa import MedusaDrafter
 from medusa.drafters.none import NullDrafter
 from medusa.errors import UserError
-from medusa.heads import HeadsConfig
+from medusa.heads import HeadsConfig, MedusaHeads
 from medusa.laws import Processor
 from medusa.processors import Processing
 from medusa.rules import TypicalRule
@@ -70,8 +70,7 @@ def plain(prompt: Sequence[int], tokens: int, processor: Processor, processing: 
 
 def drafters(prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> dict[str, Drafter]:
     scripts = {tuple(prompt): list(text) for prompt, text in zip(prompts, texts, strict=True)}
-    known = [[*prompt, *text] for prompt, text in scripts.items()]
-    heads = memorising_heads(trunk(), HeadsConfig("root", num=4), known)
+    heads = heads_of(tuple((*prompt, *text) for prompt, text in scripts.items()))
     return {
         "none": NullDrafter(),
         "oracle": ScriptedDrafter(scripts, honesty=1.0, size=8),
@@ -79,6 +78,17 @@ def drafters(prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -
         "heads": MedusaDrafter(heads, Topology.full([3, 2, 1, 1])),
         **untrained_drafters(),
     }
+
+
+@cache
+def heads_of(known: tuple[tuple[int, ...], ...]) -> MedusaHeads:
+    return memorising_heads(trunk(), HeadsConfig("root", num=4), known)
+
+
+@cache
+def grammatical(row: int) -> list[int]:
+    """What plain decoding makes of a prompt under the grammar."""
+    return plain(PROMPTS[row], 24, Grammar(PROMPTS[row]))
 
 
 @cache
@@ -93,7 +103,7 @@ CHOSEN = ("none", "oracle", "adversary", "prompt lookup", "lookahead", "eagle 3 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_processor_with_a_state_is_called_as_plain_decoding_calls_it(name: str) -> None:
-    texts = [plain(prompt, 24, Grammar(prompt)) for prompt in PROMPTS]
+    texts = [grammatical(row) for row in range(4)]
     for limit in (1, 2, 7, 24):
         grammars = [Grammar(prompt) for prompt in PROMPTS]
         requests = [Request(prompt, limit, processor=each) for prompt, each in zip(PROMPTS, grammars, strict=True)]
@@ -104,35 +114,42 @@ def test_a_processor_with_a_state_is_called_as_plain_decoding_calls_it(name: str
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sampling", [SamplingParams(), SOFT])
 def test_no_processor_is_called_behind_an_eos(name: str, sampling: SamplingParams) -> None:
-    text = plain(PROMPTS[0], 24, Grammar(PROMPTS[0]))
-    for at in (0, 1, 4, 9):
-        ends = frozenset({text[at]})
-        grammar = Grammar(PROMPTS[0], ends)
-        request = Request(PROMPTS[0], 24, ends, sampling, processor=grammar)
-        ids = generate_ids(trunk(), drafters(PROMPTS[:1], [text])[name], [request])[0]
+    text = grammatical(0)
+    ends = [frozenset({text[at]}) for at in (0, 1, 4, 9)]
+    grammars = [Grammar(PROMPTS[0], each) for each in ends]
+    requests = [Request(PROMPTS[0], 24, each, sampling, processor=p) for each, p in zip(ends, grammars, strict=True)]
+    found = generate_ids(trunk(), drafters(PROMPTS[:1], [text])[name], requests)
+    for each, grammar, ids in zip(ends, grammars, found, strict=True):
         assert grammar.calls == len(ids)
-        assert ends.isdisjoint(ids[:-1])
+        assert each.isdisjoint(ids[:-1])
+
+
+def various(sampling: SamplingParams) -> list[Request]:
+    """Rows with a processor, with built-in ones, with none, with both."""
+    return [
+        Request(PROMPTS[0], 12, sampling=sampling, processor=Grammar(PROMPTS[0])),
+        Request(PROMPTS[1], 16, sampling=sampling, processing=PROCESSING),
+        Request(PROMPTS[2], 7, sampling=sampling),
+        Request(PROMPTS[3], 14, sampling=sampling, processing=PROCESSING, processor=Grammar(PROMPTS[3])),
+    ]
+
+
+@cache
+def plain_various(sampling: SamplingParams) -> list[list[int]]:
+    return [generate_ids(trunk(), NullDrafter(), [request])[0] for request in various(sampling)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sampling", [SamplingParams(), SOFT])
 def test_rows_with_and_without_processors_side_by_side(name: str, sampling: SamplingParams) -> None:
-    def requests() -> list[Request]:
-        return [
-            Request(PROMPTS[0], 15, sampling=sampling, processor=Grammar(PROMPTS[0])),
-            Request(PROMPTS[1], 22, sampling=sampling, processing=PROCESSING),
-            Request(PROMPTS[2], 9, sampling=sampling),
-            Request(PROMPTS[3], 18, sampling=sampling, processing=PROCESSING, processor=Grammar(PROMPTS[3])),
-        ]
-
-    alone = [generate_ids(trunk(), NullDrafter(), [request])[0] for request in requests()]
+    alone = plain_various(sampling)
     drafter = drafters(PROMPTS, alone)[name]
-    together = generate_ids(trunk(), drafter, requests())
-    assert together == generate_ids(trunk(), drafter, requests(), most=2)
+    together = generate_ids(trunk(), drafter, various(sampling))
+    assert together == generate_ids(trunk(), drafter, various(sampling), most=2)
     if name in CHOSEN or sampling.temperature == 0:  # deterministic children: plain decoding's own tokens
         assert together == alone
-    solo = [generate_ids(trunk(), drafter, [request])[0] for request in requests()]
-    assert together == solo
+    else:
+        assert together == [generate_ids(trunk(), drafter, [request])[0] for request in various(sampling)]
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SOFT])
@@ -144,17 +161,17 @@ def test_a_builtin_processor_and_the_same_called_along_the_walk(sampling: Sampli
         return LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.7), NoRepeatNGramLogitsProcessor(2)])
 
     at_once = Processing(repetition_penalty=1.7, no_repeat_ngram_size=2)
-    texts = generate_ids(trunk(), NullDrafter(), [Request(prompt, 30, processing=at_once) for prompt in PROMPTS])
+    texts = generate_ids(trunk(), NullDrafter(), [Request(prompt, 14, processing=at_once) for prompt in PROMPTS])
     for name in NAMES:
         drafter = drafters(PROMPTS, texts)[name]
-        one = [Request(prompt, 30, sampling=sampling, processing=at_once) for prompt in PROMPTS]
-        other = [Request(prompt, 30, sampling=sampling, processor=along()) for prompt in PROMPTS]
+        one = [Request(prompt, 14, sampling=sampling, processing=at_once) for prompt in PROMPTS]
+        other = [Request(prompt, 14, sampling=sampling, processor=along()) for prompt in PROMPTS]
         assert generate_ids(trunk(), drafter, one) == generate_ids(trunk(), drafter, other)
 
 
 def test_the_walk_accepts_what_processors_allow() -> None:
     """The drafts help under processors too: an oracle's runs are accepted whole."""
-    text = plain(PROMPTS[0], 24, Grammar(PROMPTS[0]))
+    text = grammatical(0)
     request = Request(PROMPTS[0], 24, processor=Grammar(PROMPTS[0]))
     steps = list(decode(trunk(), drafters(PROMPTS[:1], [text])["oracle"], [request]))
     assert sum(step.accepted[0] for step in steps) > 8

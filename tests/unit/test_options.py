@@ -142,10 +142,18 @@ def test_each_option_does_what_generate_does(trunk: Trunk, greedy: list[int], ca
         assert name != "truth" or out.steps < len(expected) - 1 or len(expected) < 3  # runs were accepted
 
 
+# One of each kind: the other says the same with one value in place of several, or another one.
+PAIRED = [
+    name
+    for name in CASES
+    if name not in ("repetition_bonus", "no_repeat_1", "bad_word", "forced_eos", "eos", "stop_string")
+]
+
+
 @pytest.mark.parametrize("quarter", range(4))
 def test_pairs_of_options_do_what_generate_does(trunk: Trunk, greedy: list[int], quarter: int) -> None:
     wrong = []
-    for first, second in list(itertools.combinations(CASES, 2))[quarter::4]:
+    for first, second in list(itertools.combinations(PAIRED, 2))[quarter::4]:
         options = CASES[first](greedy) | CASES[second](greedy)
         if {"min_length", "min_new_tokens"} <= set(options):
             continue
@@ -158,7 +166,7 @@ def test_pairs_of_options_do_what_generate_does(trunk: Trunk, greedy: list[int],
     assert not wrong
 
 
-@pytest.mark.parametrize("count", range(1, 21))
+@pytest.mark.parametrize("count", [*range(1, 9), 12, 13, 20])
 def test_limits_are_exact(trunk: Trunk, greedy: list[int], count: int) -> None:
     engine = Engine(trunk, ScriptedDrafter([[*greedy, *[0] * NEW]], honesty=1.0, size=10))
     out = engine.generate(PROMPT, max_new_tokens=count)

@@ -18,9 +18,7 @@ from medusa.train.loop import HeadsObjective
 from medusa.train.loss import multi_head_loss
 from medusa.train.stages import train
 
-from .test_train_resume import MAKERS, quick_collections, quiet, small
-
-__all__ = ["quick_collections"]
+from .test_train_resume import MAKERS, quiet, small
 
 HALF = [torch.bfloat16, torch.float16]
 CONFIGS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ PROMPT, TREE = [1, 0, 2], Topology.full([2, 1])
 DRAWN = ("heads", "draft tree", "cut", "dynamic", "dynamic hydra", "mixed", "mixed hydra", "eagle", "eagle grown")
 
 
+@cache
 def tiny() -> Trunk:
     return tiny_trunk("llama", vocab_size=3)
 
@@ -49,13 +51,17 @@ def parts(drafter: Any) -> list[Any]:
     return [drafter, *(part for each in inner if each is not None for part in parts(each))]
 
 
+@cache
+def truth() -> dict[tuple[int, ...], float]:
+    return trunk_law(lambda text: recompute(tiny(), [*PROMPT, *text])[-1].softmax(-1).tolist(), 3)
+
+
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("temperature", [0.4, 2.5])
 def test_every_draft_temperature_is_lossless(name: str, temperature: float) -> None:
     trunk, params = tiny(), SamplingParams(temperature=1.0)
-    truth = trunk_law(lambda text: recompute(trunk, [*PROMPT, *text])[-1].softmax(-1).tolist(), 3)
     drafter = redraft(drafter_of(trunk, name), temperature=temperature)
-    assert judge(decoder_run(trunk, drafter, PROMPT, 3, None, params), truth) is None
+    assert judge(decoder_run(trunk, drafter, PROMPT, 3, None, params), truth()) is None
 
 
 @pytest.mark.parametrize("name", DRAWN)

@@ -79,6 +79,12 @@ def made_run(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are made but not drawn, which takes longest."""
+    monkeypatch.setattr("medusa.plots.png", lambda figure: figure.get_suptitle().encode())
+
+
 class Page(HTMLParser):
     """Checks that tags are closed in order, and collects what a page holds."""
 
@@ -153,6 +159,7 @@ def test_a_finished_run_shows_all_it_has(tmp_path: Path, capsys: pytest.CaptureF
     assert "Speed &amp; more" in page.content and "Outputs identical to generate: 2 of 2" in page.content
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_needs_nothing_and_runs_nothing(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     page = Page(write_pages([Run.read(run, EVIL)], tmp_path / "out"))
@@ -167,6 +174,7 @@ def test_the_page_needs_nothing_and_runs_nothing(tmp_path: Path) -> None:
     assert "$" not in page.content.replace(EVIL, "")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_curves_are_written_as_they_were_logged(tmp_path: Path) -> None:
     write_pages(named([made_run(tmp_path / "run")]), tmp_path / "out")
     content = json.loads((tmp_path / "out" / "curves.json").read_text())
@@ -180,6 +188,7 @@ def test_the_curves_are_written_as_they_were_logged(tmp_path: Path) -> None:
     assert heads["head_loss"]["head 1"] == {"steps": [10], "values": [3.0]}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_was_killed_shows_what_is_there(tmp_path: Path) -> None:
     lines = "".join(json.dumps(event) + "\n" for event in EVENTS[:1])
     put(tmp_path / "run", "train_log.jsonl", lines + '{"stage": "trunk", "st')
@@ -195,6 +204,7 @@ def test_a_run_that_was_killed_shows_what_is_there(tmp_path: Path) -> None:
     assert "The tree: 3 nodes, 2 deep" in page.content
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_was_kept_is_the_best_even_if_another_was_higher(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     done = {"seconds": 1.0, "finished": "2026-01-02T03:04:05+0000", "result": {"step": 20}}
@@ -207,6 +217,7 @@ def test_what_was_kept_is_the_best_even_if_another_was_higher(tmp_path: Path) ->
     assert content["runs"]["run"]["heads"]["tokens_per_step"][""]["best"] == {"step": 20, "value": 1.5}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     first, second = made_run(tmp_path / "a" / "run"), made_run(tmp_path / "b")
     put(second, "run.json", RECORD | {"config": RECORD["config"] | {"seed": 4}})
@@ -220,6 +231,7 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     assert [each.name for each in alike] == [str(first), str(tmp_path / "c" / "run")]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*argv: str) -> str:
         assert main(["report", *argv]) == 2

@@ -125,7 +125,7 @@ def test_rows_that_join_and_leave_at_random_equal_their_solo_runs(name: str) -> 
         clients: list[Client] = []
         cancelled: list[Client] = []
         for _ in range(40):
-            if len(clients) < 10 and rng.random() < 0.5:
+            if len(clients) < 7 and rng.random() < 0.5:
                 client = Client(own, rng.choice(PROMPTS), rng.choice(sets), plain=rng.random() < 0.25)
                 clients.append(client)
                 scheduler.submit(client.job)

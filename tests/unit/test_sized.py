@@ -50,6 +50,11 @@ def trunk_of() -> Trunk:
 
 
 @cache
+def text_of(row: int) -> list[int]:
+    return plain_greedy(trunk_of(), PROMPTS[row], LIMITS[row])
+
+
+@cache
 def heads_of(kind: str = "root") -> MedusaHeads:
     """Heads that know half of the texts, so that rows accept different lengths."""
     config = HeadsConfig("root", num=3, markov=2) if kind == "markov" else HeadsConfig(kind, num=3)
@@ -87,7 +92,7 @@ def run(drafter: Any, requests: Sequence[Request], most: int | None = None) -> t
 def test_rows_that_cross_the_buckets_are_what_they_are_alone(kind: str, most: int | None) -> None:
     requests = [Request(prompt, limit) for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
     texts, steps = run(sized(kind), requests, most)
-    assert texts == [plain_greedy(trunk_of(), *each) for each in zip(PROMPTS, LIMITS, strict=True)]
+    assert texts == [text_of(row) for row in range(len(PROMPTS))]
     nodes = {step.nodes for step in steps if step.nodes}
     assert len(nodes) >= (4 if most is None else 1) and (most is not None or 1 in nodes)
     if kind != "markov":
@@ -111,7 +116,7 @@ def test_whatever_is_picked_no_text_changes(picks: list[int], seed: int) -> None
             step = decoder.step()
         for number, tokens in step.tokens.items():
             texts.setdefault(number, []).extend(tokens)
-    assert all(texts[number] == plain_greedy(trunk_of(), PROMPTS[row], LIMITS[row]) for number, row in expected.items())
+    assert all(texts[number] == text_of(row) for number, row in expected.items())
 
 
 def test_the_tree_goes_by_slots_and_not_by_rows_that_live() -> None:

@@ -29,18 +29,7 @@ from medusa.train.stages import train
 from medusa.train.states import DIGEST, FOLDER, Numbered, States, wanted
 from medusa.trunk import Trunk
 
-from .test_train_resume import (  # the last keeps the Trainer from collecting garbage for seconds
-    MAKERS,
-    Killed,
-    assert_same,
-    at_step,
-    kill,
-    quick_collections,
-    quiet,
-    small,
-)
-
-__all__ = ["quick_collections"]
+from .test_train_resume import MAKERS, Killed, assert_same, at_step, kill, quiet, small
 
 BLOCK, COUNT = 8, 5
 

@@ -30,8 +30,8 @@ class Graphs:
         return graph.forward
 
 
-def packed_trunk(family: str = "llama") -> Trunk:
-    trunk = tiny_trunk(family, dtype=torch.float32)
+def packed_trunk(family: str = "llama", **options: Any) -> Trunk:
+    trunk = tiny_trunk(family, dtype=torch.float32, **options)
     assert pack(trunk.model, always=True)
     return trunk
 
@@ -110,7 +110,7 @@ def test_layers_are_what_they_were_after_a_trace_that_failed() -> None:
 
 @pytest.mark.slow
 def test_inductor() -> None:
-    trunk = packed_trunk()
+    trunk = packed_trunk(num_hidden_layers=1)
     steps = compiled(trunk, "inductor")
     steps.ahead = False  # as where weights are no plain tensors
     torch.testing.assert_close(logits(trunk, steps), logits(trunk, None), rtol=1e-5, atol=1e-5)

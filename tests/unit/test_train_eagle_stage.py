@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -90,14 +89,6 @@ def events(config: TrainConfig) -> list[dict[str, Any]]:
 def record(config: TrainConfig) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((Path(config.run) / "run.json").read_text())["stages"]
     return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """The Trainer collects garbage in all that was ever imported, which takes longer than these runs."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @contextmanager
@@ -231,7 +222,10 @@ def test_a_run_that_is_made_is_left_alone(whole: TrainConfig, monkeypatch: pytes
     ]
 
 
-def test_the_report_and_the_summary_tell_of_the_layer(whole: TrainConfig, tmp_path: Path) -> None:
+def test_the_report_and_the_summary_tell_of_the_layer(
+    whole: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa.plots.png", lambda figure: b"")  # drawing takes longest
     page = write_pages(named([Path(whole.run)]), tmp_path / "report").read_text()
     assert "Training: eagle" in page and "Tree of the EAGLE layer" in page and "No heads" not in page
     curves = json.loads((tmp_path / "report" / "curves.json").read_text())["runs"]["run"]["eagle"]
@@ -259,7 +253,10 @@ def copied(both: TrainConfig, tmp_path: Path) -> TrainConfig:
     return replace(both, run=str(tmp_path / "run"))
 
 
-def test_heads_and_a_layer_stand_beside_each_other(both: TrainConfig, tmp_path: Path) -> None:
+def test_heads_and_a_layer_stand_beside_each_other(
+    both: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa.plots.png", lambda figure: b"")
     found = record(both)
     assert list(found) == ["trunk", "heads", "eagle", "calibration"]
     result = found["calibration"]["result"]

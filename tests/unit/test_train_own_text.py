@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,14 +74,6 @@ def small(folder: Path, **changes: Any) -> TrainConfig:
         calibration=CalibrationConfig(sizes=(1, 3), rounds=1),
     )
     return replace(config, **changes)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """The Trainer collects garbage in all that was ever imported, which takes longer than these runs."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
