@@ -45,6 +45,7 @@ class Weight:
         rows = _rows(layer).detach()
         self.way, self.columns, self.packed = way, len(rows), way.pack(rows)
         self.held = layer.weight.detach()  # what it was made of: its address is nobody else's meanwhile
+        self.most = MANY * rows.shape[1]  # numbers of an input
         self.state = _state(layer.weight)
         self.places = places(self.held.numel())
         self.probe = self.held.flatten()[self.places]
@@ -107,7 +108,7 @@ def _serves(packed: Weight, weight: Tensor | None, input: Tensor) -> bool:
         return False
     if weight is None or weight.is_inference():  # pruned, normed, or another one
         return False
-    few = input.numel() <= MANY * input.shape[-1]
+    few = input.numel() <= packed.most
     return few and input.dtype is weight.dtype and input.is_cpu and packed.is_of(weight)
 
 
