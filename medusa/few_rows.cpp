@@ -15,7 +15,7 @@
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define TILES
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -59,13 +59,13 @@ struct Full {
 
 struct Half {
     typedef uint16_t Number;
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if defined(__AVX512BF16__) && !defined(TILES)
     enum { WIDE = 0 };
     typedef Word Factor;
     static Sums add(Sums sums, Factor x, Words w) {
         return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(x), (__m512bh)(__m512i)w);
     }
-#else  // processors with AMX have the instruction too, and take as long over it as over five products and sums
+#else  // Intel's with AMX have the instruction too: a Sapphire Rapids took as long over it as over five of the others
     enum { WIDE = 1 };
     struct Factor {
         float first, second;
@@ -90,20 +90,22 @@ static void write(const float* sums, const void* bias, typename Kind::Number* y,
     for (long n = 0; n < columns; n++) y[n] = Kind::written(b ? sums[n] + Kind::read(b[n]) : sums[n]);
 }
 
-// y of the first `rows` of M rows and one block. ALONE: they are all there are, and lie one behind the other; else word
-// by word, and it is time to fetch what is at `soon`, a line for each word.
+// y of the first `rows` of M rows and one block. ALONE: they are all there are, and lie one behind the other; else they
+// lie word by word, and what is at `soon` is fetched meanwhile, a line per word. Loops over the rows are unrolled by
+// order: Clang would leave the sums in memory.
 template <typename Kind, int M, bool ALONE>
 static void tile(
     const typename Kind::Factor* x, const Word* w, const Word* soon, const void* bias, void* y, long rows, long K,
     long N, long columns
 ) {
     Sums sums[M][2] = {};
-    const auto add = [&](long k) {
+    const auto add = [&](long k) __attribute__((always_inline)) {
         const Word* at = w + k * COLUMNS;
         if constexpr (ALONE)
             for (int line = 0; line < COLUMNS; line += LINE) __builtin_prefetch(at + AHEAD + line);
         else __builtin_prefetch(soon + k * LINE, 0, 2);
         const Words left = *(const Words*)at, right = *(const Words*)(at + LANES);
+#pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             const typename Kind::Factor factor = x[ALONE ? m * K + k : k * M + m];
             sums[m][0] = Kind::add(sums[m][0], factor, left);
@@ -115,12 +117,14 @@ static void tile(
         for (int stream = 0; stream < STREAMS; stream++) add(stream * part + k);
     for (long k = STREAMS * part; k < K; k++) add(k);
     auto* to = (typename Kind::Number*)y;
-    for (int m = 0; m < rows; m++) write<Kind>((const float*)sums[m], bias, to + m * N, columns);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+        if (m < rows) write<Kind>((const float*)sums[m], bias, to + m * N, columns);
 }
 
 template <typename Kind, bool ALONE, int M = TILE>
 static auto tile_of(long rows) -> decltype(&tile<Kind, 1, ALONE>) {
-    if constexpr (M == (ALONE ? 1 : TILE / 2 + 1)) return tile<Kind, M, ALONE>;  // equal parts of many are no less
+    if constexpr (M == (ALONE ? 1 : TILE / 2 + 1)) return tile<Kind, M, ALONE>;  // parts of many rows have no less
     else return rows == M ? tile<Kind, M, ALONE> : tile_of<Kind, ALONE, M - 1>(rows);
 }
 
@@ -131,10 +135,12 @@ static long even(long rows, long most) {
 }
 
 // M rows in tiles of `rows`, each tile word by word, zeros for rows that are missing in the last.
-template <typename Factor>
-static void lay(const Factor* x, Factor* laid, long M, long K, long rows) {
-    for (long m = 0; m < M || m % rows; m++)
-        for (long k = 0; k < K; k++) laid[(m - m % rows) * K + k * rows + m % rows] = m < M ? x[m * K + k] : Factor();
+template <typename Kind>
+static void lay(const typename Kind::Factor* x, typename Kind::Factor* laid, long M, long K, long rows) {
+    for (long m = 0; m < M || m % rows; m++) {
+        auto* to = laid + (m - m % rows) * K + m % rows;
+        for (long k = 0; k < K; k++) to[k * rows] = m < M ? x[m * K + k] : typename Kind::Factor();
+    }
 }
 
 template <typename Kind, bool ALONE>
@@ -166,15 +172,15 @@ static void any(const void* x, const Word* w, const char* b, char* y, long M, lo
     const std::unique_ptr<Factor[]> laid(new Factor[(chunk + tall) * K]);
     for (long first = 0; first < M; first += chunk) {
         const long some = M - first < chunk ? M - first : chunk;
-        lay(rows + first * K, laid.get(), some, K, tall);
+        lay<Kind>(rows + first * K, laid.get(), some, K, tall);
         all<Kind, false>(laid.get(), w, b, y + first * N * sizeof(typename Kind::Number), some, tall, K, N, threads);
     }
 }
 
 #if defined(TILES)
-// Matrices that a processor keeps in registers (AMX), multiplied at once. Of rows upper and lower, up to ROWS each:
-// sums for LANES columns in 0 and 1, and in 2 and 3; DEEP words of x in 4 and 5. The same words of w, for either LANES,
-// in 6 and 7.
+// Matrices that a processor keeps in registers (AMX), multiplied at once. Rows go in two halves of up to ROWS: sums of
+// the upper one in 0 and 1, for LANES columns each, of the lower in 2 and 3; DEEP words of x in 4 and 5; the same words
+// of w, for either LANES, in 6 and 7.
 enum { ROWS = 16, DEEP = 16 };
 
 static bool may_use_tiles() {  // Linux gives their memory to programs that ask for it
@@ -251,7 +257,7 @@ static void by_tiles(
 
 static void all_by_tiles(const Word* x, const Word* w, const char* b, char* y, long M, long K, long N, int threads) {
     const long blocks = (N + COLUMNS - 1) / COLUMNS, whole = K - K % DEEP, size = sizeof(uint16_t);
-    const long chunk = HELD / K < 2 * ROWS ? 2 * ROWS : HELD / K;
+    const long chunk = even(M, HELD / K < 2 * ROWS ? 2 * ROWS : HELD / K);
     const std::unique_ptr<int32_t[]> rest(K % DEEP ? new int32_t[M * DEEP]() : nullptr);
     for (long m = 0; m < M && rest; m++) memcpy(&rest[m * DEEP], x + m * K + whole, (K - whole) * WORD);
     settle(rest.get());
@@ -294,7 +300,7 @@ static void half(const void* x, const Word* w, const char* b, char* y, long M, l
 
 extern "C" int columns() { return COLUMNS; }
 
-// `is_half`: bf16. K: words.
+// `is_half`: bf16. K: words, at least one.
 extern "C" void product(
     const void* x, const void* w, const void* b, void* y, long M, long K, long N, int is_half, int threads
 ) {

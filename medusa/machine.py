@@ -175,7 +175,8 @@ def _kept(file: Path) -> list[dict[str, Any]]:
 def _reading(device: torch.device, size: int) -> float:
     """Bytes per second: numbers of fp32 that are summed, or multiplied by a vector, whichever reads them faster.
 
-    As a model's weights are: all are read before any is read again, or a processor's own memory would give them.
+    As a model's weights are: all are read before any is read again, so that what a processor's own memory gives is what
+    it can hold of them.
     """
     numbers = torch.ones(size // 4 // COLUMNS, COLUMNS, device=device)
     vector = torch.ones(COLUMNS, device=device)

@@ -32,7 +32,7 @@ from medusa.machine import own_seconds
 from medusa.parallel import spread
 from medusa.products import WAYS, Way, times
 
-MANY = 256  # rows beyond which arithmetic bounds the usual product too, and it is no slower: those of long prompts
+MANY = 256  # rows beyond which arithmetic bounds the usual product too, and it is no slower: a long prompt's
 PROBE = 16  # values of a weight that tell whether it was written to
 HELD = "medusa_packed"
 SHARE = 0.5  # of the memory that is free, at most, for the packed copies

@@ -44,7 +44,7 @@ class InTrace:
 
     def forward(self, input: Tensor) -> Tensor:
         packed = self.medusa_packed
-        if packed is None or input.dtype is not self.weight.dtype:
+        if packed is None or input.dtype is not self.weight.dtype or input.numel() > packed.most:
             output: Tensor = super().forward(input)  # type: ignore[misc]
             return output
         product: Tensor
