@@ -84,8 +84,11 @@ struct Half {
     }
 };
 
+// Not put into its callers: a compiler would take seven times as long over them.
 template <typename Kind>
-static void write(const float* sums, const void* bias, typename Kind::Number* y, long columns) {
+__attribute__((noinline)) static void write(
+    const float* sums, const void* bias, typename Kind::Number* y, long columns
+) {
     const auto* b = (const typename Kind::Number*)bias;
     for (long n = 0; n < columns; n++) y[n] = Kind::written(b ? sums[n] + Kind::read(b[n]) : sums[n]);
 }
@@ -118,8 +121,10 @@ static void tile(
     for (long k = STREAMS * part; k < K; k++) add(k);
     auto* to = (typename Kind::Number*)y;
 #pragma GCC unroll 12
-    for (int m = 0; m < M; m++)
-        if (m < rows) write<Kind>((const float*)sums[m], bias, to + m * N, columns);
+    for (int m = 0; m < M; m++) {
+        const Sums both[] = {sums[m][0], sums[m][1]};  // a copy: what has an address may stay in no register
+        if (m < rows) write<Kind>((const float*)both, bias, to + m * N, columns);
+    }
 }
 
 template <typename Kind, bool ALONE, int M = TILE>
