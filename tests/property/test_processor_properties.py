@@ -183,7 +183,7 @@ def agrees(case: Case) -> None:
 
 
 @pytest.mark.parametrize("option", sorted(OPTIONS))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_each_option_does_what_the_librarys_does(option: str, data: st.DataObject) -> None:
     agrees(data.draw(cases([option])))

@@ -354,11 +354,11 @@ def test_ks_against_known_values() -> None:
     assert ks_uniform([min(1.0, (i + 0.5) / count + shift) for i in range(count)]) == pytest.approx(0.05, abs=0.002)
 
 
-SEEDS, EACH = 80, 400  # long texts rather than many: each shows more of a fault
+SEEDS, EACH = 200, 250
 
 
 def sampled_p_values(trunk: Trunk, drafter: Drafter, rule: AcceptRule | None) -> list[float]:
-    """One p-value per seed of its tokens, each turned into a uniform number by its own law, in ten cells."""
+    """One p-value per seed of its 250 tokens, each turned into a uniform number by its own law, in ten cells."""
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(SEEDS)]
     texts: list[list[int]] = [[] for _ in params]
     for step in decode(trunk, drafter, [Request(PROMPT, EACH, sampling=param) for param in params], rule):
@@ -375,8 +375,9 @@ def sampled_p_values(trunk: Trunk, drafter: Drafter, rule: AcceptRule | None) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mode"), zip(KINDS, ("sampled", "mixed", "sampled"), strict=True))
-def test_thousands_of_tokens(kind: str, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["sampled", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fifty_thousand_tokens(kind: str, mode: str) -> None:
     trunk = tiny_trunk("llama", max_position_embeddings=512)
     text = [
         *PROMPT,
@@ -385,5 +386,5 @@ def test_thousands_of_tokens(kind: str, mode: str) -> None:
     heads = memorising_heads(trunk, HeadsConfig(kind, num=3), [text])
     drafter = MedusaDrafter(heads, Topology.full([3, 2, 1]), Drafting(mode))
     assert ks_uniform(sampled_p_values(trunk, drafter, None)) > 0.001
-    if kind == "medusa":
+    if mode == "sampled":
         assert ks_uniform(sampled_p_values(trunk, drafter, BROKEN["no residual"].rule)) < 1e-4
